@@ -1,0 +1,238 @@
+"""The whole model: embedding, blocks, final norm, head; each evaluated by the same engine, as far as is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from probe.dims import Dims
+from probe.engine import Fork, Plan, Weights, evaluate, plan
+from probe.errors import BadText, ShapeMismatch
+from probe.numerics import causal_mask, position_ids, rotation
+from probe.sites import Site, Sites
+
+SiteTap = Callable[[Site, Tensor], Tensor | Fork]
+"""Sees each value at its site and returns what everything below it shall see."""
+
+SiteShow = Callable[[Site, slice, Tensor], None]
+"""Sees a chunk of queries of a site that is never made whole."""
+
+
+class Decoder:
+    """A model of K2's architecture on some weights. It holds no state: two runs never touch each other."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.dims: Dims = weights.dims
+        self.sites = Sites(self.dims)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return self.dims.blocks
+
+    def check_tokens(self, tokens: Tensor, keep: Tensor | None, past: Mapping[Site, Tensor] | None = None) -> None:
+        """Refuse tokens or a mask that do not fit this model.
+
+        Raises:
+            ShapeMismatch: tokens are not [B T] integers, or the mask is of another shape, or has holes.
+            BadText: a token id outside the vocabulary, a row without a real token.
+        """
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
+            raise ShapeMismatch(
+                f"tokens should be integers [B T], at least one; they are {tokens.dtype} {list(tokens.shape)}."
+            )
+        if tokens.device.type != "meta":
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.dims.V:
+                raise BadText(f"token id {low if low < 0 else high} is outside the vocabulary of {self.dims.V}.")
+        if keep is None:
+            return
+        length = tokens.shape[1] + _past_length(past)
+        if keep.shape != (tokens.shape[0], length):
+            raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {list(tokens.shape)}.")
+        real = keep.bool()
+        if not bool(real.any(-1).all()):
+            raise BadText("a row of the mask has no real token.")
+        if int((real[:, 1:] != real[:, :-1]).sum(-1).max() if real.shape[1] > 1 else 0) > 1:
+            raise ShapeMismatch(
+                "the mask has holes: pads stand left or right of a row's tokens, not between or on both sides."
+            )
+
+    def run(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None = None,
+        *,
+        want: Iterable[Site | str] = (Site(None, "logits"),),
+        edited: Collection[Site] = (),
+        known: Mapping[Site, Tensor] | None = None,
+        tap: SiteTap | None = None,
+        past: Mapping[Site, Tensor] | None = None,
+        watched: Collection[Site] = (),
+        chunks: Collection[Site] = (),
+        show: SiteShow | None = None,
+    ) -> dict[Site, Tensor]:
+        """Evaluate the wanted sites, block by block, and stop after the last one that is needed.
+
+        Args:
+            tokens: [B, T] token ids.
+            keep: [B, T], true where a token is real; None: all are. Position ids count real tokens from 0.
+            want: what to return, in any spelling.
+            edited: sites whose value ``tap`` may change. Nothing above them is recomputed where ``known`` has it.
+            known: values of an earlier run on the same tokens; those that no edit reaches are taken, not made.
+            tap: sees every value that is made.
+            past: keys and values (``K``, ``V``) of the positions before these tokens; ``keep``, if given, covers both.
+                Taps see those of the new positions; what is wanted of K and V is whole, to be the next step's past.
+            watched: sites that ``tap`` shall see; they are made or taken, and not held.
+            chunks: sites of which ``show`` may see chunks of queries instead; see `plan`.
+
+        Returns:
+            The wanted values, as everything below them sees them.
+        """
+        self.check_tokens(tokens, keep, past)
+        wanted = tuple(dict.fromkeys(self.sites.find(site) for site in want))
+        asked = _Asked(wanted, frozenset(edited), frozenset(watched), frozenset(chunks))
+        return _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
+
+    def __call__(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The logits, [B T V]."""
+        return self.run(tokens, keep)[Site(None, "logits")]
+
+
+class _Asked(NamedTuple):
+    """What a run is asked for, and how: returned, changed, seen whole, seen in chunks."""
+
+    want: tuple[Site, ...]
+    edited: frozenset[Site]
+    watched: frozenset[Site]
+    chunks: frozenset[Site]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return (*self.want, *self.edited, *self.watched, *self.chunks)
+
+
+class _Walk:
+    """One pass over the blocks. ``clean`` until the first edit: until then, known values stand."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokens: Tensor,
+        keep: Tensor | None,
+        asked: _Asked,
+        known: Mapping[Site, Tensor],
+        tap: SiteTap | None,
+        past: Mapping[Site, Tensor],
+        show: SiteShow | None,
+    ) -> None:
+        self.decoder, self.tokens, self.keep, self.past = decoder, tokens, keep, past
+        self.tap = _with_past(tap, past) if past else tap
+        self.asked, self.want, self.edited, self.known, self.show = asked, asked.want, asked.edited, known, show
+        self.sites = asked.sites
+        self.out: dict[Site, Tensor] = {}
+        self.clean = True
+        self.frame: dict[str, Any] | None = None
+
+    def go(self) -> dict[Site, Tensor]:
+        depth, into = self.decoder.blocks, self._into()
+        x: Tensor | None = None
+        if self._asked(None, ("x_0",)) or into[0]:
+            x = self._part(None, ("x_0",), {"tokens": self.tokens, **self._known_of(None)}, "x_0")
+        for block in range(depth):
+            names = self._asked(block)
+            if not names and not into[block + 1]:
+                x = None  # a later part that needs its input has it known
+                continue
+            x = self._block(block, names, x, into[block + 1])
+        if names := self._asked(None, self._head()):
+            last = Site(depth - 1, "x_next")
+            x = self.known[last] if x is None else x
+            self._part(None, names, {"x_L": x, **self._known_of(None)}, None)
+        return {site: self.out[site] for site in self.want}
+
+    def _asked(self, block: int | None, among: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        """Names wanted, edited or watched in a block."""
+        return tuple(
+            dict.fromkeys(s.tensor for s in self.sites if s.block == block and (among is None or s.tensor in among))
+        )
+
+    def _head(self) -> tuple[str, ...]:
+        """What comes after the blocks."""
+        return tuple(name for name in self.decoder.sites.around if name != "x_0")
+
+    def _into(self) -> list[bool]:
+        """Of each block, and at the end of the head: whether the residual stream into it must be made.
+
+        It must where that part has something to do, unless the stream is known and no edit stands before it.
+        """
+        depth = self.decoder.blocks
+        before = [
+            -1 if s.block is None else s.block for s in self.edited if s.block is not None or s.tensor in ("x_0", "W_E")
+        ]
+        clean_until = min(before, default=depth)  # the first part with an edit; its own input is still clean
+        busy = bool(self._asked(None, self._head()))
+        into = [False] * (depth + 1)
+        for part in range(depth, -1, -1):
+            site = Site(part, "x_n") if part < depth else Site(depth - 1, "x_next")
+            into[part] = busy and not (part <= clean_until and site in self.known)
+            busy = into[part] or bool(part and self._asked(part - 1))
+        return into
+
+    def _known_of(self, block: int | None) -> dict[str, Tensor]:
+        return {s.tensor: value for s, value in self.known.items() if s.block == block} if self.clean else {}
+
+    def _block(self, block: int, names: tuple[str, ...], x: Tensor | None, pass_on: bool) -> Tensor | None:
+        known = self._known_of(block)
+        given = {**known, **({} if x is None else {"x_n": x})}
+        dtype, device = given["x_n"].dtype, given["x_n"].device
+        if self.frame is None:
+            new = self.tokens.shape[1]
+            length = new + _past_length(self.past)
+            ids = position_ids(self.keep, length, device)[..., -new:]
+            mask = causal_mask(self.keep, length, dtype, device)[..., -new:, :]
+            self.frame = {"R": rotation(ids, self.decoder.dims, dtype), "M": mask}
+        return self._part(block, names, {**given, **self.frame}, "x_next" if pass_on else None)
+
+    def _part(
+        self, block: int | None, names: tuple[str, ...], given: dict[str, Any], pass_on: str | None
+    ) -> Tensor | None:
+        card = self.decoder.sites.card(block)
+        made_here = {*names, pass_on}
+        here = {s.tensor for s in self.edited if s.block == block}
+        edited = {
+            name for name in here if name in made_here or (name in card.leaves and made_here & card.descendants([name]))
+        }
+        want = tuple(n for n in names if Site(block, n) in self.want) + ((pass_on,) if pass_on else ())
+        seen = ([n for n in names if Site(block, n) in sites] for sites in (self.asked.watched, self.asked.chunks))
+        todo: Plan = plan(card, want, tuple(given), edited, *seen)
+        tap, show = self.tap, self.show
+        at = (lambda name, value: tap(Site(block, name), value)) if tap else None
+        shown = (lambda name, queries, value: show(Site(block, name), queries, value)) if show else None
+        made = evaluate(todo, given, self.decoder.weights, block, at, shown)
+        self.clean = self.clean and not edited
+        self.out.update({Site(block, name): made[name] for name in names if Site(block, name) in self.want})
+        return made[pass_on] if pass_on else None
+
+
+def _past_length(past: Mapping[Site, Tensor] | None) -> int:
+    return next(iter(past.values())).shape[1] if past else 0
+
+
+def _with_past(tap: SiteTap | None, past: Mapping[Site, Tensor]) -> SiteTap:
+    """After the tap has seen the new positions' keys and values, those of the old ones are put before them."""
+
+    def whole(site: Site, value: Tensor) -> Tensor | Fork:
+        seen = value if tap is None else tap(site, value)
+        if site not in past:
+            return seen
+        if isinstance(seen, Fork):
+            value, edited = (torch.cat([past[site], part], dim=1) for part in (seen.value, seen.edited))
+            return Fork(value, edited, seen.into)
+        return torch.cat([past[site], seen], dim=1)
+
+    return whole

@@ -1,0 +1,80 @@
+"""What can go wrong, by name. Every message says the thing, the fact and the remedy.
+
+Deep code raises a terse fact; the boundary that knows what was asked adds the rest with `asking`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class ProbeError(Exception):
+    """The root of every error that this toolkit raises on purpose."""
+
+
+class UnknownTensor(ProbeError, KeyError):
+    """A spelling that names no tensor, weight or site here."""
+
+    def __str__(self) -> str:  # KeyError would show the message's repr
+        return str(self.args[0])
+
+
+class UnknownDim(ProbeError):
+    """A dim that the tensor lacks."""
+
+
+class OutOfRange(ProbeError, IndexError):
+    """A block, head, position, expert or feature that does not exist. Nothing is clipped."""
+
+
+class ShapeMismatch(ProbeError, ValueError):
+    """A tensor of another shape, dtype or device than its place on the card."""
+
+
+class Missing(ProbeError):
+    """A plan needs a value that was not given and cannot be computed."""
+
+
+class BadConfig(ProbeError, ValueError):
+    """A ``config.json`` that we cannot honour, by the key that is wrong."""
+
+
+class BadCheckpoint(ProbeError, ValueError):
+    """A checkpoint directory that cannot be read, by file and tensor."""
+
+
+class BadText(ProbeError, ValueError):
+    """Text or tokens that the tokenizer or the model cannot take."""
+
+
+class BadEdit(ProbeError, ValueError):
+    """An edit that cannot mean what it says."""
+
+
+class Unmatched(BadEdit):
+    """A value of another run that does not exist: no token of the reference prompts chose this expert."""
+
+
+class TooLarge(ProbeError, MemoryError):
+    """A run that would not fit the bytes it was given; refused before it starts."""
+
+
+def nearest(spelling: str, known: Iterable[str], n: int = 3) -> list[str]:
+    """The ``n`` known spellings closest to ``spelling``, upper and lower case alike; best first."""
+    by_fold: dict[str, list[str]] = {}
+    for name in known:
+        by_fold.setdefault(name.casefold(), []).append(name)
+    folds = difflib.get_close_matches(spelling.casefold(), by_fold, n=n, cutoff=0.5)
+    return [name for fold in folds for name in by_fold[fold]][:n]
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Put what was asked in front of a `ProbeError` that passes through."""
+    try:
+        yield
+    except ProbeError as fact:
+        fact.args = (f"{what}: {fact}", *fact.args[1:])
+        raise

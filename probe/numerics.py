@@ -1,0 +1,202 @@
+"""The numerics with more than a line: rotation and YaRN, masks, attention in chunks, products grouped by expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from probe.dims import Dims
+
+QUERY_CHUNK = 256
+"""Queries per attention product. A product's bits may depend on its row count, so `S`, `A`, `O` are always made in
+the same chunks, kept or not: that is why watching them changes nothing."""
+
+
+Show = Callable[[str, slice, Tensor], None]
+"""Sees a chunk of queries of a tensor that never exists whole: its name, which queries, the chunk; only to look."""
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the positions, [T, r/2] each, or [B, T, r/2]; in the activation dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def inverse_frequencies(dims: Dims, device: torch.device | None = None) -> Tensor:
+    """Angle per position of each rotary pair, [r/2], fp32; YaRN's ramp between kept and stretched ones.
+
+    Source: YaRN (Peng et al. 2023) as in DeepSeek-V3's reference: pairs that turn more than ``beta_fast`` times
+    within the original context are kept, those that turn less than ``beta_slow`` times are slowed by ``factor``.
+    """
+    r, theta = dims.r, dims.theta
+    kept = 1.0 / theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
+    if dims.yarn is None:
+        return kept
+    yarn = dims.yarn
+
+    def pair_turning(times: float) -> float:
+        return r * math.log(yarn.original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    high: float = min(math.ceil(pair_turning(yarn.beta_slow)), r - 1)
+    if low == high:
+        high += 0.001
+    stretched = 1.0 / (yarn.factor * theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r))
+    keep = 1 - ((torch.arange(r // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
+    return stretched * (1 - keep) + kept * keep
+
+
+def rotation(positions: Tensor, dims: Dims, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines of ``positions`` ([T] or [B, T], integers): angles in fp32, then one cast to ``dtype``."""
+    angle = positions.to(torch.float32)[..., None] * inverse_frequencies(dims, positions.device)
+    gain = dims.rotary_gain
+    return Rotation((angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype))
+
+
+def rotate(x: Tensor, R: Rotation) -> Tensor:
+    """Turn the stored pairs (2i, 2i+1) of the last axis; they come back as (i, r/2 + i), half-split.
+
+    ``x`` is [B, T, r] or [B, T, h, r].
+    """
+    cos, sin = R
+    if x.ndim == 4:  # one angle for all heads
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+
+
+def position_ids(keep: Tensor | None, length: int, device: torch.device | None = None) -> Tensor:
+    """Positions of the tokens, [T], or [B, T] with a mask: 0, 1, … over each row's real ones, 0 before them."""
+    if keep is None:
+        return torch.arange(length, device=device)
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def causal_mask(keep: Tensor | None, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """The additive mask: 0 where a query may look, a number below all scores elsewhere (see `forbidden`).
+
+    [T, S] without pads, [B, 1, T, S] with: pad keys are hidden from everyone. A pad query sees no key at all; its row
+    is then equal everywhere, so that softmax stays finite.
+    """
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    allowed = causal if keep is None else causal & keep.bool()[:, None, None, :]
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, forbidden(dtype))
+
+
+def forbidden(dtype: torch.dtype) -> float:
+    """What is added to a score that must not count: the dtype's least number, as in the references.
+
+    In fp64 it is fp32's, as the softmax is fp32; in fp16 half of it, as a score added to the least would overflow to
+    -inf, and a pad query, all of whose keys are hidden, would come out NaN.
+    """
+    if dtype == torch.float16:
+        return torch.finfo(dtype).min / 2
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1/rms over the last axis, kept as an axis of 1, fp32."""
+    return torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def normalise(x: Tensor, s: Tensor) -> Tensor:
+    """x · s in fp32, cast to ``x``'s dtype *before* any gain: gain-then-cast gives other bits in bf16."""
+    return (x.to(torch.float32) * s).to(x.dtype)
+
+
+def query_chunks(length: int) -> Iterator[slice]:
+    """The slices of queries that attention is made in."""
+    return (slice(start, start + QUERY_CHUNK) for start in range(0, length, QUERY_CHUNK))
+
+
+def scores(Q: Tensor, K: Tensor, tau: float, M: Tensor) -> Tensor:
+    """tau · Q Kᵀ + M, [B, h, T, S], chunk by chunk of queries: product, then scale, then mask, each rounded."""
+    keys = K.permute(0, 2, 3, 1)
+    made = [_scores(Q[:, rows], keys, tau, M[..., rows, :]) for rows in query_chunks(Q.shape[1])]
+    return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+
+
+def _scores(Q: Tensor, keys: Tensor, tau: float, M: Tensor) -> Tensor:
+    return Q.transpose(1, 2) @ keys * tau + M
+
+
+def pattern(S: Tensor) -> Tensor:
+    """softmax over keys in fp32, cast to the scores' dtype."""
+    return torch.softmax(S, dim=-1, dtype=torch.float32).to(S.dtype)
+
+
+def mix(A: Tensor, V: Tensor) -> Tensor:
+    """A V, [B, T, h, v], chunk by chunk of queries."""
+    values = V.transpose(1, 2)
+    made = [A[:, :, rows] @ values for rows in query_chunks(A.shape[2])]
+    return (made[0] if len(made) == 1 else torch.cat(made, dim=2)).transpose(1, 2)
+
+
+def attend(Q: Tensor, K: Tensor, V: Tensor, tau: float, M: Tensor, show: Show | None = None) -> Tensor:
+    """`mix` of `pattern` of `scores` without ever holding more than one chunk of either; the same bits.
+
+    ``show`` sees the chunks of S and of A, [B, h, t, S].
+    """
+    keys, values = K.permute(0, 2, 3, 1), V.transpose(1, 2)
+    made = []
+    for rows in query_chunks(Q.shape[1]):
+        S = _scores(Q[:, rows], keys, tau, M[..., rows, :])
+        A = pattern(S)
+        if show is not None:
+            show("S", rows, S)
+            show("A", rows, A)
+        del S  # half the chunk's bytes
+        made.append(A @ values)
+    return (made[0] if len(made) == 1 else torch.cat(made, dim=2)).transpose(1, 2)
+
+
+def grouped(x: Tensor, experts: Tensor, W: Tensor) -> Tensor:
+    """Each slot's row times its expert's matrix: out[b, t, j] = x[b, t(, j)] @ W[experts[b, t, j]].
+
+    Rows are sorted by expert, so that each expert's tokens meet its weight in one product.
+
+    Args:
+        x: [B, T, in], one row a token, or [B, T, k, in], one a slot.
+        experts: [B, T, k], integers, rows of ``W``.
+        W: [E, in, out].
+
+    Returns:
+        [B, T, k, out].
+    """
+    k = experts.shape[-1]
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    rows = x.reshape(-1, x.shape[-1])[order if x.ndim == 4 else order // k]
+    ends = torch.searchsorted(flat[order], torch.arange(1, W.shape[0] + 1, device=flat.device)).to(torch.int32)
+    product = F.grouped_mm(rows, W, offs=ends) if _takes_grouped_mm(rows, W) else grouped_by_hand(rows, W, ends)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return product[back].view(*experts.shape, W.shape[-1])
+
+
+def grouped_by_hand(rows: Tensor, W: Tensor, ends: Tensor) -> Tensor:
+    """``F.grouped_mm`` where that can't be had: one product for each expert that has tokens, and one host sync."""
+    bounds = [0, *ends.tolist()]
+    made = [rows[a:b] @ W[e] for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
+    return torch.cat(made) if made else rows.new_zeros(0, W.shape[-1])
+
+
+def _takes_grouped_mm(rows: Tensor, W: Tensor) -> bool:
+    """Whether ``F.grouped_mm`` takes these: 16-byte strides; bf16 (compute capability 8 up on a GPU), more on a CPU."""
+    if not hasattr(F, "grouped_mm") or rows.dtype != W.dtype:
+        return False
+    if rows.device.type == "cpu":
+        fits = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    elif rows.device.type == "cuda":
+        fits = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    else:
+        fits = rows.dtype == torch.bfloat16
+    aligned = all(size * rows.element_size() % 16 == 0 for size in W.shape[1:])
+    unit = 1 in W.stride()[1:] and W.storage_offset() * W.element_size() % 16 == 0
+    return fits and aligned and unit

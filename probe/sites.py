@@ -1,0 +1,119 @@
+"""Where a tensor is: a block and a name; and every way to write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from probe.blocks import around, card
+from probe.card import Card, Leaf, Step
+from probe.dims import Dims
+from probe.errors import OutOfRange, UnknownTensor
+
+
+class Site(NamedTuple):
+    """A tensor of a block, or (block None) of the model around the blocks."""
+
+    block: int | None
+    tensor: str
+
+    def __str__(self) -> str:
+        return self.tensor if self.block is None else f"blocks.{self.block}.{self.tensor}"
+
+    @property
+    def hook(self) -> str:
+        """The hook's name: ``blocks.3.hook_c_KV``."""
+        return f"hook_{self.tensor}" if self.block is None else f"blocks.{self.block}.hook_{self.tensor}"
+
+
+class Sites:
+    """All sites of a model, in the order in which they are computed."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.cards = tuple(card(moe=moe, query_latent=dims.r_q is not None) for moe in dims.moe)
+        self.around = around()
+
+    def __iter__(self) -> Iterator[Site]:
+        yield Site(None, "x_0")
+        for block, block_card in enumerate(self.cards):
+            for name in block_card.hooked:
+                yield Site(block, name)
+        for name in self.around:
+            if name != "x_0":
+                yield Site(None, name)
+
+    def card(self, block: int | None) -> Card:
+        """The card of one block, or of the model around (None).
+
+        Raises:
+            OutOfRange: there is no such block.
+        """
+        if block is None:
+            return self.around
+        if not 0 <= block < len(self.cards):
+            raise OutOfRange(f"block {block} does not exist: this model has blocks 0 to {len(self.cards) - 1}.")
+        return self.cards[block]
+
+    def node(self, site: Site) -> Step | Leaf:
+        """The card's row for a site."""
+        return self.card(site.block).node(site.tensor)
+
+    def find(self, spelling: str | Site) -> Site:
+        """The site of any spelling: ``blocks.3.c_KV``, ``blocks.3.attn.hook_v``, ``model.layers.3.mlp.down_proj``.
+
+        Raises:
+            UnknownTensor: nothing is spelt so, or a block is missing (``c_KV`` alone).
+            OutOfRange: the block does not exist.
+        """
+        site, _ = self.find_with_inverse(spelling)
+        return site
+
+    def find_any(self, spelling: str | Site) -> tuple[Site, bool]:
+        """As `find_with_inverse`, and weights too: ``blocks.3.W_O``, ``model.layers.3.self_attn.o_proj.weight``."""
+        found, node, inverse = self._look_up(spelling)
+        if not node.hook and getattr(node, "kind", "") != "weight":
+            raise UnknownTensor(f"{str(spelling)!r}: {node.name} is shown, never watched or edited.")
+        return found, inverse
+
+    def find_with_inverse(self, spelling: str | Site) -> tuple[Site, bool]:
+        """As `find`; also whether it means the reciprocal (TransformerLens' ``hook_scale`` is rms, ours 1/rms)."""
+        found, node, inverse = self._look_up(spelling)
+        if not node.hook:
+            raise UnknownTensor(
+                f"{str(spelling)!r} is not a tensor with a hook: {node.name} is shown, never watched or edited."
+            )
+        return found, inverse
+
+    def _look_up(self, spelling: str | Site) -> tuple[Site, Step | Leaf, bool]:
+        if isinstance(spelling, Site) and spelling.tensor in self.card(spelling.block).hooked:  # the usual way, at once
+            return spelling, self.node(spelling), False
+        spelling = str(spelling)
+        match = re.fullmatch(r"(?:blocks|(?:language_model\.)?model\.layers)\.(-?\d+)\.(.+)", spelling)
+        block = int(match[1]) if match else None
+        inner = match[2] if match else re.sub(r"^(language_model\.)?model\.", "", spelling)
+        node = self._node(self.card(block), inner, spelling, block)
+        return Site(block, node.name), node, inner == getattr(node, "inverse", None)
+
+    def _node(self, found: Card, inner: str, spelling: str, block: int | None) -> Step | Leaf:
+        plain = inner.removeprefix("hook_")
+        if plain in found.hooked:  # blocks.3.hook_c_KV
+            return found.node(plain)
+        try:
+            return found.find(inner)
+        except UnknownTensor:
+            if block is None:
+                for kind in self.cards:
+                    if inner in kind.spellings():
+                        name = kind.find(inner).name
+                        raise UnknownTensor(
+                            f"{spelling!r} is in every block: say which, as in blocks.0.{name}."
+                        ) from None
+            else:
+                for kind in self.cards:
+                    if kind is not found and inner in kind.spellings() and inner not in found.refused:
+                        raise UnknownTensor(
+                            f"{spelling!r}: {inner} is a tensor of {kind.kind} blocks; block {block} is {found.kind}."
+                        ) from None
+            raise
