@@ -1,0 +1,637 @@
+"""An edit at work: bound to a site and the rows of a run, it makes the new value from the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hooks.edits import PER_SLOT, ROTATED, SCORES, Edit, Freeze, Mean, Patch, Resample, onto
+from hooks.where import FEATURE, Mask, Numbers, Place, Rows, along, axis_of, indices, one_hot
+from probe.card import Leaf, Step, letters
+from probe.dims import DIMS, Dims
+from probe.errors import BadEdit, OutOfRange, ShapeMismatch, Unmatched, asking
+from probe.numerics import forbidden, position_ids, rotate, rotation
+from probe.sites import Site, Sites
+
+if TYPE_CHECKING:
+    from hooks.sources import Source
+    from probe.engine import Weights
+
+NO_ROWS = Rows(None, 0, 0)
+"""What a weight's edit is bound to: weights have no rows."""
+
+
+class At:
+    """An edit at one site of one run. Call it with the value and what the block has shown so far."""
+
+    def __init__(self, edit: Edit, site: Site, sites: Sites, rows: Rows, base: Source | None = None) -> None:
+        self.edit, self.site, self.sites, self.rows, self.base = edit, site, sites, rows, base
+        self.node: Step | Leaf = sites.node(site)
+        self.dims: Dims = sites.dims
+        self.where: dict[str, Place] = dict(edit.where)
+        self.seen: Mapping[str, Tensor] = {}
+        self.touched = 0
+        self.moved = False
+        self.among = self._among()
+        self._check_bounds()
+        self.draw: list[int] = []
+        self.came_from: Tensor | None = None
+        if isinstance(edit.how, Mean):
+            self._check_source(edit.how.source)
+        if (source := self.source) is not None:
+            self._check_source(source)
+            by_slot = isinstance(edit.how, Resample) and self.node.name in PER_SLOT
+            if by_slot and getattr(edit.how, "rows", None) is not None:
+                raise BadEdit(
+                    f"{edit}: slots are drawn among all tokens that chose the expert; rows= says nothing there."
+                )
+            if not by_slot:
+                self.draw = self._draw(source)
+                self.came_from = self._came_from(source)
+
+    # ---- what it is bound to -----------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> Source | None:
+        """The run whose rows this edit takes values of, row by row."""
+        how = self.edit.how
+        if isinstance(how, Freeze):
+            return self.base
+        if isinstance(how, Resample) or (isinstance(how, Patch) and not self.is_weight):
+            return how.source  # type: ignore[return-value]
+        return None
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it edits a weight, not an activation."""
+        return isinstance(self.node, Leaf) and self.node.kind == "weight"
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether it must see the chosen experts and their scores to know its slots."""
+        if "k" not in self.node.shape or self.node.name == "experts":
+            return False
+        return isinstance(self.edit.how, Mean | Resample | Patch | Freeze) or bool({"e", "k"} & set(self.where))
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the old value is left for those who read it."""
+        return self.edit.how.replaces and not (
+            self.edit.where or self.edit.into or self.edit.within or self.edit.through
+        )
+
+    def _among(self) -> list[int]:
+        """The rows that it acts on."""
+        place = self.where.get("B")
+        assert not isinstance(place, str | Mask)
+        batch = self.rows.batch
+        return list(range(batch)) if place is None else indices(place, batch, f"{self.node.name}: B")
+
+    def _check_source(self, source: Source) -> None:
+        """Refuse before anything runs: a source of other sizes, or without what will be taken from it."""
+        ours, theirs = self.dims, source.cache.dims
+        for dim in (dim for dim in DIMS if dim not in "BTS" and getattr(ours, dim) != getattr(theirs, dim)):
+            raise BadEdit(
+                f"{self.edit}: the source's model has {dim} = {getattr(theirs, dim)}, this one {getattr(ours, dim)}."
+            )
+        with asking(f"{self.edit}: of the source"):
+            value = source.cache[self.site]
+            if "k" in self.node.shape and self.node.name != "experts":
+                experts = source.cache[Site(self.site.block, "experts")]
+                if value.shape[2] != experts.shape[2]:
+                    raise BadEdit("edits added experts, of which no number is kept; take a source without that edit.")
+
+    def _check_bounds(self) -> None:
+        for dim, place in self.where.items():
+            what = f"{self.node.name}: {dim}"
+            if dim in "TS":
+                self._rows_of(dim).mask(place, what, self.among)
+                continue
+            assert not isinstance(place, str | Mask)
+            indices(place, self._size(dim), f"{what} ({DIMS.get(dim, 'latents of the dictionary')})")
+
+    def _rows_of(self, dim: str) -> Rows:
+        """The rows that a position dim counts: of scores, S counts the keys, which a step of decoding has more of."""
+        return self.rows.keys if dim == "S" and self.node.name in SCORES else self.rows
+
+    def _size(self, dim: str) -> int:
+        if dim == "B":
+            return self.rows.batch
+        if dim == FEATURE:
+            assert self.edit.through is not None
+            return self.edit.through.features
+        return self.dims.size(dim)
+
+    # ---- acting ------------------------------------------------------------------------------------------------
+
+    def __call__(self, value: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
+        """The edited value; ``value`` itself is left as it was. ``seen`` holds the block's ``experts`` and
+        ``choice_score``."""
+        self.seen = seen
+        if self.node.name == "delta_experts" and value.shape[2] > self.dims.k:  # an edit before has added experts
+            k = self.dims.k
+            return torch.cat([self(value[:, :, :k], seen), value[:, :, k:]], dim=2)
+        mask = self.mask(value)
+        self.touched = int(mask.any(-1).sum())
+        if self.edit.through is not None:
+            return self._through(value, mask)
+        new = self.edit.how.new(value, self)
+        if self.edit.within is not None:
+            span = self.fitting_span(self.edit.within.tensor, value)
+            old = (
+                torch.cat([value, torch.zeros_like(new[:, :, value.shape[2] :])], 2)
+                if new.shape != value.shape
+                else value
+            )
+            new = old + onto(new - old, span)
+        if new.shape == value.shape:
+            return torch.where(mask, new, value)
+        k = value.shape[2]  # delta_experts, with experts that only the source chose behind the k slots
+        return torch.cat([torch.where(mask, new[:, :, :k], value), new[:, :, k:]], dim=2)
+
+    def _through(self, value: Tensor, mask: Tensor) -> Tensor:
+        """The edit of a dictionary's latents: value + decode(new) − decode(old), only where some latent changed."""
+        dictionary = self.edit.through
+        assert dictionary is not None
+        if dictionary.W_enc.shape[0] != value.shape[-1] or dictionary.W_dec.shape[-1] != value.shape[-1]:
+            raise ShapeMismatch(
+                f"{self.edit}: its dictionary reads {dictionary.W_enc.shape[0]} and writes"
+                f" {dictionary.W_dec.shape[-1]}; {self.site} is {value.shape[-1]} wide."
+            )
+        z = dictionary.encode(value)
+        features = self.where.get(FEATURE)
+        chosen = torch.ones(dictionary.features, dtype=torch.bool)
+        if features is not None:
+            assert not isinstance(features, str | Mask)
+            chosen = one_hot(features, dictionary.features, "feature")
+        at = mask.any(-1, keepdim=True) & chosen.to(mask.device)
+        new = torch.where(at, self.edit.how.new(z, self), z)
+        change = dictionary.decode(new) - dictionary.decode(z)
+        return torch.where((new != z).any(-1, keepdim=True), (value.float() + change).to(value.dtype), value)
+
+    # ---- where -------------------------------------------------------------------------------------------------
+
+    def mask(self, value: Tensor) -> Tensor:
+        """Where it acts, in the value's shape: real positions, allowed (query, key) pairs, and what ``where`` names."""
+        mask = self.real(value, self.where)
+        shape = self.node.shape
+        for dim, place in self.where.items():
+            if dim in "TS" or dim == FEATURE:
+                continue
+            assert not isinstance(place, str | Mask)
+            if dim == "B":
+                continue  # `real` leaves other rows out
+            if dim in ("e", "k") and "k" in shape:
+                mask = mask & self._slot_mask(dim, place, value)
+            else:
+                mask = mask & self._feature_mask(dim, place, value).to(mask.device)
+        return mask.expand(value.shape)
+
+    def real(self, value: Tensor, where: Mapping[str, Place] | None = None) -> Tensor:
+        """Real positions (those that ``where`` names), and of scores the visible pairs; in the value's shape."""
+        where = where or {}
+        mask = torch.ones([1] * value.ndim, dtype=torch.bool)
+        for dim in ("T", "S"):
+            if dim in self.node.shape:
+                places = self._rows_of(dim).mask(where.get(dim), f"{self.node.name}: {dim}", self.among)
+                mask = mask & along(places, self.node.shape.index(dim), value.ndim)
+        if self.node.name in SCORES:
+            queries, keys = value.shape[-2:]
+            mask = mask & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        return mask.to(value.device)
+
+    def _slot_mask(self, dim: str, place: Numbers, value: Tensor) -> Tensor:
+        """Slots by the expert that they hold, or by rank of falling choice score."""
+        held = self.seen["experts"] if dim == "e" else _slot_ranks(self.seen)
+        named = torch.tensor(indices(place, self._size(dim), dim), device=held.device)
+        return _on_slots(torch.isin(held, named), value)
+
+    def _feature_mask(self, dim: str, place: Numbers, value: Tensor) -> Tensor:
+        """One dim of the model, alone on its axis or part of a composite one."""
+        axis = axis_of(self.node, dim)
+        parts = letters(self.node.shape[axis])
+        sizes = [1 if p == "1" else self.dims.size(p) for p in parts]
+        chosen = one_hot(place, self.dims.size(dim), dim)
+        spread = [chosen.shape[0] if p == dim else 1 for p in parts]
+        return along(chosen.view(spread).expand(sizes).reshape(-1), axis, value.ndim)
+
+    # ---- values of other runs ----------------------------------------------------------------------------------
+
+    def _draw(self, source: Source) -> list[int]:
+        """For each row, the source row that it takes from."""
+        lengths, theirs = self.rows.lengths, source.rows.lengths
+        rows = getattr(self.edit.how, "rows", None)
+        if rows is not None:
+            if len(rows) != self.rows.batch:
+                raise BadEdit(f"{self.edit}: rows names {len(rows)} source rows for {self.rows.batch} rows.")
+            return indices(rows, source.rows.batch, "the source's rows")
+        if not isinstance(self.edit.how, Resample):
+            if source.rows.batch not in (1, self.rows.batch):
+                raise BadEdit(
+                    f"{self.edit}: the source has {source.rows.batch} rows for {self.rows.batch}; say which by rows=."
+                )
+            return list(range(self.rows.batch)) if source.rows.batch > 1 else [0] * self.rows.batch
+        generator = torch.Generator().manual_seed(self.edit.how.seed)
+        drawn = []
+        for b, length in enumerate(lengths):
+            fits = [j for j, n in enumerate(theirs) if n >= length or b not in self.among]
+            if not fits:
+                raise BadEdit(f"{self.edit}: no reference prompt has the {length} tokens of row {b}; give longer ones.")
+            drawn.append(fits[int(torch.randint(len(fits), (), generator=generator))])
+        return drawn
+
+    def _came_from(self, source: Source) -> Tensor:
+        """[B, T]: for each place of the padded batch, the place in the source's row that it takes from."""
+        dim = "T" if "T" in self.node.shape else "S"
+        place = self.where.get(dim)
+        places = dict(getattr(self.edit.how, "places", ()))
+        if places and place is None:
+            raise BadEdit(f"{self.edit}: source_T goes with {dim}, position by position.")
+        theirs: Place | None = places.get(
+            "T", place if isinstance(place, str) and isinstance(self.edit.how, Patch) else None
+        )
+        table = torch.zeros(self.rows.batch, self.rows.length, dtype=torch.long)
+        moved = False
+        for b in self.among:
+            first, j = self.rows.first[b], self.draw[b]
+            here = self.rows.positions(b, place, f"{self.node.name}: {dim}")
+            there = (
+                here if theirs is None else source.rows.positions(j, theirs, f"{self.node.name}: the source's {dim}")
+            )
+            if len(here) != len(there):
+                raise BadEdit(f"{self.edit}: row {b} names {len(here)} positions here and {len(there)} in the source.")
+            if too_far := [p for p in there if p >= source.rows.lengths[j]]:
+                raise BadEdit(
+                    f"{self.edit}: source row {j} has {source.rows.lengths[j]} tokens, so it has no position"
+                    f" {too_far[0]} for row {b}; nothing lies beyond its last."
+                )
+            moved = moved or here != there
+            table[b, [first + p for p in here]] = torch.tensor([source.rows.first[j] + p for p in there])
+        if moved:
+            self._check_moved()
+        self.moved = moved
+        if self.node.name in SCORES:  # keys are taken from their own positions, named or not
+            shift = torch.tensor([source.rows.first[j] - f for f, j in zip(self.rows.first, self.draw, strict=True)])
+            whole = torch.arange(self.rows.length)[None, :] + shift[:, None]
+            return whole.clamp(0, source.rows.length - 1)
+        return table
+
+    def _check_moved(self) -> None:
+        if self.node.name in SCORES:
+            raise BadEdit(f"{self.edit}: {self.node.name} belongs to its positions, and can't be moved to others.")
+        if self.node.name in ROTATED and getattr(self.edit.how, "rotate", None) is None:
+            raise BadEdit(
+                f"{self.edit}: {self.node.name} holds its position's rotation; from another position say"
+                ' rotate="redo" (take the unrotated part and turn it here) or "keep".'
+            )
+
+    def held(self, source: Source, name: str) -> Tensor:
+        """A source's value of a tensor of this block; its latents, where the edit goes through a dictionary.
+
+        Raises:
+            UnknownTensor: it was not kept.
+        """
+        value = source.cache[Site(self.site.block, name)]
+        if self.edit.through is not None and name == self.node.name:
+            return self.edit.through.encode(value)
+        return value
+
+    def taken(self, source: Any, value: Tensor) -> Tensor:
+        """The source's values, each in its place here: rows drawn, positions aligned, slots matched by expert."""
+        if self.is_weight:
+            return self._weight_of(source, value)
+        name = self.node.name
+        if name == "delta_experts":
+            return self._contributions(source, value)
+        if name in PER_SLOT:
+            return self._matched_slots(source, value)
+        if name in ROTATED and self.moved and getattr(self.edit.how, "rotate", None) == "redo":
+            return self._turned_here(source, value)
+        return self._aligned(source, name, value)
+
+    def _aligned(self, source: Source, name: str, value: Tensor | None = None) -> Tensor:
+        taken = self.held(source, name)
+        taken = taken[torch.tensor(self.draw, device=taken.device)]
+        shape = self.sites.card(self.site.block).shape(name)
+        assert self.came_from is not None
+        for dim in ("T", "S"):
+            if dim in shape:
+                axis = shape.index(dim)
+                index = along(self.came_from.to(taken.device), axis, taken.ndim)
+                sizes = list(taken.shape)
+                sizes[axis] = self.rows.length
+                taken = taken.gather(axis, index.expand(sizes))
+        if value is None:
+            return taken
+        if taken.shape != value.shape:
+            raise ShapeMismatch(
+                f"{self.edit}: the source's {self.site} is {list(taken.shape)}, here it is {list(value.shape)}."
+            )
+        return taken.to(value.device, value.dtype)
+
+    def _turned_here(self, source: Source, value: Tensor) -> Tensor:
+        """The unrotated parts of the source, turned to the positions that they come to."""
+        device = value.device
+        R = rotation(position_ids(self.rows.keep, self.rows.length, device), self.dims, value.dtype)
+        name = self.node.name
+        turned = rotate(self._aligned(source, "Q_pe" if name[0] == "Q" else "k_pe").to(device, value.dtype), R)
+        if name in ("Q_R", "k_R"):
+            return turned
+        content = self._aligned(source, "Q_C" if name == "Q" else "K_C").to(device, value.dtype)
+        if name == "K":
+            turned = turned.unsqueeze(-2).expand(*content.shape[:-1], -1)
+        return torch.cat([content, turned], dim=-1)
+
+    def _matched_slots(self, source: Source, value: Tensor) -> Tensor:
+        """Slots by expert: each takes the source's value of the same expert at the same token."""
+        ours = self.seen["experts"]
+        theirs = self._aligned(source, "experts").to(ours.device)
+        same = ours[..., :, None] == theirs[..., None, :]
+        missing = ~same.any(-1) & self.mask(value).flatten(2).view(*ours.shape, -1).any(-1)
+        if bool(missing.any()):
+            b, t, i = (int(x) for x in missing.nonzero()[0])
+            raise Unmatched(
+                f"{self.edit}: the source did not choose expert {int(ours[b, t, i])} of block"
+                f" {self.site.block} in row {b} at position"
+                f" {t - self.rows.first[b]}, so it has no {self.node.name} of it; patch delta_experts."
+            )
+        slot = same.to(torch.uint8).argmax(-1)
+        taken = self._aligned(source, self.node.name).to(value.device, value.dtype)
+        return taken.gather(2, _on_slots(slot, value).expand(*slot.shape, *taken.shape[3:]))
+
+    def _contributions(self, source: Source, value: Tensor) -> Tensor:
+        """What experts add, matched by expert; those that only the source chose stand behind the k slots."""
+        if {"k", "d"} & set(self.where):
+            raise BadEdit(f"{self.edit}: a contribution is taken whole and by expert; name it by e.")
+        ours = self.seen["experts"]
+        theirs = self._aligned(source, "experts").to(ours.device)
+        taken = self._aligned(source, "delta_experts").to(value.device, value.dtype)
+        same = ours[..., :, None] == theirs[..., None, :]
+        out = torch.einsum("btkj,btjd->btkd", same.to(value.dtype), taken)
+        named = torch.ones_like(theirs, dtype=torch.bool)
+        if "e" in self.where:
+            place = self.where["e"]
+            assert not isinstance(place, str | Mask)
+            named = torch.isin(theirs, torch.tensor(indices(place, self.dims.e, "e"), device=theirs.device))
+        added = ~same.any(-2) & named & self._positions().to(same.device)
+        if not bool(added.any()):
+            return out
+        self.touched += int(added.sum())
+        return torch.cat([out, taken * added[..., None]], dim=2)
+
+    def _positions(self) -> Tensor:
+        """[B, T, 1]: the rows and positions that the edit names, whatever it says of slots."""
+        return self.rows.mask(self.where.get("T"), f"{self.node.name}: T", self.among)[..., None]
+
+    def overlaps(self, other: At, value: Tensor) -> bool:
+        """Whether both name some same part of ``value``, or the contribution of an expert that may join it."""
+        if bool((self.mask(value) & other.mask(value)).any()):
+            return True
+        joins = self.node.name == "delta_experts" and (self.source or other.source) is not None
+        return joins and bool((self._may_add() & other._may_add()).any())
+
+    def _may_add(self) -> Tensor:
+        """[B, T, e]: the contributions that a place in ``delta_experts`` names, whichever experts are chosen."""
+        place = self.where.get("e")
+        assert not isinstance(place, str | Mask)
+        named = torch.full((self.dims.e,), "k" not in self.where)  # k names slots, so chosen experts alone
+        return self._positions() & (named if place is None else one_hot(place, self.dims.e, "e") & named)
+
+    def random_slots(self, source: Source, value: Tensor, seed: int) -> Tensor:
+        """Each slot's value from a random reference token that chose the same expert."""
+        theirs, pool = source.cache[Site(self.site.block, "experts")], self.held(source, self.node.name)
+        real = source.rows.mask(None, "T").to(theirs.device)[..., None]
+        generator = torch.Generator().manual_seed(seed)
+        out, ours = value.clone(), self.seen["experts"]
+        slots = self.mask(value).flatten(2).view(*ours.shape, -1).any(-1)
+        for e in torch.unique(ours[slots]).tolist():
+            found = ((theirs == e) & real).nonzero()
+            if not len(found):
+                raise Unmatched(f"{self.edit}: no reference token chose expert {e} of block {self.site.block}.")
+            here = slots & (ours == e)
+            pick = found[torch.randint(len(found), (int(here.sum()),), generator=generator).to(found.device)].to(
+                pool.device
+            )
+            out[here] = pool[pick[:, 0], pick[:, 1], pick[:, 2]].to(value.device, value.dtype)
+        return out
+
+    def mean_of(self, source: Source, value: Tensor, over: str | None) -> Tensor:
+        """The mean over a reference set, in the value's shape; see `hooks.edits.mean`."""
+        name = self.node.name
+        if over == "all" and name in (*ROTATED, *SCORES):
+            raise BadEdit(f"{self.edit}: {name} belongs to its position; its mean is by position.")
+        pool = self.held(source, name)
+        if "k" in self.node.shape:
+            return self._mean_by_expert(source, pool, value)
+        by_position = over == "position" or name in (*ROTATED, *SCORES)
+        real = source.rows.mask(None, "T").to(pool.device)
+        if not by_position:
+            return pool[real].float().mean(0).to(value.device, value.dtype).expand(value.shape)
+        return self._mean_by_position(source, pool, real).to(value.device, value.dtype)
+
+    def _mean_by_expert(self, source: Source, pool: Tensor, value: Tensor) -> Tensor:
+        theirs = source.cache[Site(self.site.block, "experts")]
+        real = source.rows.mask(None, "T").to(theirs.device)[..., None]
+        out, ours = value.clone(), self.seen["experts"]
+        slots = self.mask(value).flatten(2).view(*ours.shape, -1).any(-1)
+        for e in torch.unique(ours[slots]).tolist():
+            chosen = (theirs == e) & real
+            if not bool(chosen.any()):
+                raise Unmatched(f"{self.edit}: no reference token chose expert {e} of block {self.site.block}.")
+            out[slots & (ours == e)] = pool[chosen].float().mean(0).to(value.device, value.dtype)
+        return out
+
+    def _mean_by_position(self, source: Source, pool: Tensor, real: Tensor) -> Tensor:
+        """[B, T, …]: at each real position, the mean over the reference rows that have it."""
+        longest = max(source.rows.lengths)
+        if max(self.rows.lengths) > longest:
+            raise BadEdit(
+                f"{self.edit}: the longest reference prompt has {longest} tokens; a row here has"
+                f" {max(self.rows.lengths)}."
+            )
+        places = torch.arange(longest)[None, :] + torch.tensor(source.rows.first)[:, None]
+        there = torch.arange(longest)[None, :] < torch.tensor(source.rows.lengths)[:, None]
+        places = places.clamp(max=source.rows.length - 1).to(pool.device)
+        here = (torch.arange(self.rows.length)[None, :] - torch.tensor(self.rows.first)[:, None]).clamp(0, longest - 1)
+        axes = [self.node.shape.index(dim) for dim in ("T", "S") if dim in self.node.shape]
+        weight = torch.ones([1] * pool.ndim, device=pool.device)
+        for axis in axes:
+            sizes = list(pool.shape)
+            sizes[axis] = longest
+            pool = pool.gather(axis, along(places, axis, pool.ndim).expand(sizes))
+            weight = weight * along(there.to(pool.device), axis, pool.ndim)
+        mean = (pool.float() * weight).sum(0, keepdim=True) / weight.sum(0, keepdim=True).clamp(min=1)
+        mean = mean.expand(self.rows.batch, *mean.shape[1:])
+        for axis in axes:
+            sizes = list(mean.shape)
+            sizes[axis] = self.rows.length
+            mean = mean.gather(axis, along(here.to(pool.device), axis, mean.ndim).expand(sizes))
+        return mean
+
+    def _weight_of(self, source: Weights, value: Tensor) -> Tensor:
+        taken = source.read(self.site.block, self.site.tensor)
+        if taken.shape != value.shape:
+            raise ShapeMismatch(
+                f"{self.edit}: the source's {self.site} is {list(taken.shape)}, here it is {list(value.shape)}."
+            )
+        return taken.to(value.device, value.dtype)
+
+    # ---- checks that edits ask for -----------------------------------------------------------------------------
+
+    def spread(self, value: Tensor) -> float:
+        """The tensor's own standard deviation, over real tokens and visible keys (of a weight, over all)."""
+        if self.is_weight or self.edit.through is not None:
+            return float(value.float().std())
+        return float(value[self.real(value).expand(value.shape)].float().std())
+
+    def fitting(self, given: Tensor, value: Tensor, what: str) -> Tensor:
+        """What the user gave, if it broadcasts over the value; in its dtype and on its device."""
+        try:
+            fits = torch.broadcast_shapes(given.shape, value.shape) == value.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            dims = " ".join(self.node.shape)
+            raise ShapeMismatch(
+                f"{self.edit}: {what} is {list(given.shape)}, {self.site} [{dims}] = {list(value.shape)}."
+            )
+        if value.dtype == torch.int64:
+            self._check_experts(given)
+        return given.to(value.device, value.dtype)
+
+    def _check_experts(self, given: Tensor) -> None:
+        whole = given.expand(*given.shape[:-1], self.dims.k) if given.ndim else given.expand(self.dims.k)
+        ordered = whole.sort(-1).values
+        if bool((whole < 0).any() | (whole >= self.dims.e).any()):
+            raise OutOfRange(f"{self.edit}: experts are 0 to {self.dims.e - 1}.")
+        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+            raise BadEdit(f"{self.edit}: an expert is named twice for one token.")
+
+    def fitting_span(self, span: Tensor, value: Tensor) -> Tensor:
+        """A subspace, if it is one of the value's last axis."""
+        if span.shape[-1] != value.shape[-1]:
+            raise ShapeMismatch(
+                f"{self.edit}: directions of width {span.shape[-1]}; {self.site} is {value.shape[-1]} wide."
+            )
+        return span
+
+    def check_fits(self, made: Any, value: Tensor, who: str) -> None:
+        """What a function returned must have the value's shape, dtype and device."""
+        if not isinstance(made, Tensor):
+            raise ShapeMismatch(f"{self.site}: {who} returned {type(made).__name__}, not a tensor.")
+        if (made.shape, made.dtype, made.device) != (value.shape, value.dtype, value.device):
+            dims = " ".join(self.node.shape)
+            raise ShapeMismatch(
+                f"{self.site} should be [{dims}] = {list(value.shape)}, {value.dtype} on {value.device};"
+                f" {who} returned {list(made.shape)}, {made.dtype} on {made.device}."
+            )
+
+    def check_choice(self, scores: Tensor) -> None:
+        """After an exclusion, enough experts must be left to choose from."""
+        step = self.sites.card(self.site.block)["experts"]
+        chosen = step.fn(scores, self.dims.n_group, self.dims.topk_group, self.dims)
+        if bool((scores.gather(-1, chosen) == float("-inf")).any()):
+            raise BadEdit(f"{self.edit}: fewer than {self.dims.k} experts are left to choose from.")
+
+    def check_rows_keep_a_key(self, scores: Tensor) -> None:
+        """After a knock-out, each query must have a key left."""
+        real = self.rows.mask(None, "T").to(scores.device)[:, None, :]
+        blind = ~(scores > forbidden(scores.dtype) / 2).any(-1) & real
+        if bool(blind.any()):
+            b, h, t = (int(x) for x in blind.nonzero()[0])
+            raise BadEdit(f"{self.edit}: head {h} of row {b} has no key left at position {t - self.rows.first[b]}.")
+
+
+def _on_slots(mask: Tensor, value: Tensor) -> Tensor:
+    return mask.view(*mask.shape, *[1] * (value.ndim - 3))
+
+
+def _slot_ranks(seen: Mapping[str, Tensor]) -> Tensor:
+    """Each slot's rank by falling choice score: 0 the best."""
+    score = seen["choice_score"].gather(-1, seen["experts"])
+    return torch.argsort(torch.argsort(score, dim=-1, descending=True, stable=True), dim=-1)
+
+
+class EditedWeights:
+    """Weights with edits: each is made anew where it is read, and the ones underneath stay as they are."""
+
+    def __init__(self, weights: Weights, edits: Sequence[At]) -> None:
+        self.weights, self.dims, self.resident = weights, weights.dims, weights.resident
+        self.edits: dict[tuple[int | None, str], list[At]] = {}
+        for at in edits:
+            self.edits.setdefault(at.site, []).append(at)
+
+    def read(self, block: int | None, name: str, experts: Sequence[int] | None = None) -> Tensor:
+        """As the weights underneath, edited. An edited routed weight is read whole, then its rows are taken."""
+        edits = self.edits.get((block, name))
+        if edits is None:
+            return self.weights.read(block, name, experts)
+        value = self.weights.read(block, name)
+        for at in edits:
+            value = at(value, {})
+        return value if experts is None else value[list(experts)]
+
+
+def bound(edits: Sequence[Edit], sites: Sites, rows: Rows, base: Source | None) -> list[At]:
+    """Every edit at every site where it acts.
+
+    Raises:
+        BadEdit: an edit cannot mean what it says there.
+    """
+    first = first_edited(edits, sites)
+    made = []
+    for edit in edits:
+        for site in edit.sites(sites, first):
+            leaf = sites.node(site)
+            on_weight = isinstance(leaf, Leaf) and leaf.kind == "weight"
+            if on_weight and (edit.into or edit.through or isinstance(edit.how, Mean | Resample | Freeze)):
+                raise BadEdit(
+                    f"{edit}: a weight has no readers to choose, no rows and no base; zero, scale, set, add, patch it."
+                )
+            made.append(At(edit, site, sites, NO_ROWS if on_weight else rows, base))
+    return made
+
+
+def first_edited(edits: Sequence[Edit], sites: Sites) -> int:
+    """The first block that an edit (not a freeze) acts in; 0 where there is none, or where the embedding is edited."""
+    found = [site for edit in edits if not isinstance(edit.how, Freeze) for site in edit.sites(sites)]
+    depths = [s.block if s.block is not None else 0 if s.tensor in ("x_0", "W_E") else sites.dims.blocks for s in found]
+    return min(depths, default=0)
+
+
+def check_no_cut(applied: Sequence[At], sites: Sites) -> None:
+    """Refuse an edit all of whose ways on are replaced whole, in its block or later: it would silently do nothing."""
+    for at in applied:
+        if isinstance(at.edit.how, Freeze):
+            continue
+        by = _cut_in_block(at, applied, sites) or _cut_after(at, applied, sites)
+        if by is not None:
+            raise BadEdit(f"{at.edit} would do nothing: {str(by.edit)!r} replaces all that it could change.")
+
+
+def _cut_in_block(at: At, applied: Sequence[At], sites: Sites) -> At | None:
+    """What stands, together with others, on every way from a site to the end of its block."""
+    whole = {
+        o.site: o for o in applied if o.whole and not o.is_weight and o is not at and o.site.block == at.site.block
+    }
+    if at.site.block is None or at.site.tensor == "x_next" or not whole:
+        return None
+    card = sites.card(at.site.block)
+    reached, stack = set(), [at.site.tensor]
+    while stack:
+        for step in card.readers(stack.pop()):
+            if step.name not in reached and Site(at.site.block, step.name) not in whole:
+                reached.add(step.name)
+                stack.append(step.name)
+    return None if "x_next" in reached else next(iter(whole.values()))
+
+
+def _cut_after(at: At, applied: Sequence[At], sites: Sites) -> At | None:
+    """A later residual stream that is replaced whole: nothing passes it."""
+    outer = -1 if at.site.tensor in ("x_0", "W_E") else sites.dims.blocks
+    block = outer if at.site.block is None else at.site.block
+    stream = (o for o in applied if o.whole and o.site.tensor in ("x_n", "x_next") and o.site.block is not None)
+    return next((o for o in stream if o.site.block is not None and o.site.block > block), None)

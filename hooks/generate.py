@@ -1,0 +1,191 @@
+"""Decoding, greedy or sampled, through the same evaluation: a step gives the keys and values of the old positions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hooks.apply import At, bound, check_no_cut
+from hooks.edits import Edit, Freeze, Mean, Patch, Resample
+from hooks.recorder import Recorder
+from hooks.where import Place, Rows, Span
+from probe.errors import BadEdit
+from probe.sites import Site
+
+if TYPE_CHECKING:
+    from hooks.model import HookedModel
+
+When = Literal["prompt", "steps", "both"]
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """What was decoded.
+
+    Attributes:
+        tokens: [B, T + n], prompts (left-padded) and their continuations; a row that met a stop token repeats it.
+        keep: [B, T + n], true where a token is real.
+        new: [B, n], the continuations alone; shorter where all rows have met a stop token.
+        logits: [B, n, V], what each new token was chosen by.
+    """
+
+    tokens: Tensor
+    keep: Tensor
+    new: Tensor
+    logits: Tensor
+
+
+def generate(
+    model: HookedModel,
+    tokens: Tensor,
+    keep: Tensor | None = None,
+    *,
+    n: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+    edits: Sequence[Edit] = (),
+    when: When = "both",
+    use_cache: bool = True,
+) -> Generation:
+    """Decode ``n`` tokens; hooks and edits act on the prompt, on each step's new token, or on both.
+
+    On the prompt an edit acts as in `run`. In a step there is one new position a row: an edit without positions acts on
+    it, and so do ``T=-1`` and open slices (``T=slice(1, None)``); edits that name other positions have acted on the
+    prompt. A hook learns which step it is in from ``hook.step``: 0 the prompt, 1 the first new token read back, and so
+    on.
+
+    Args:
+        tokens: [B, T]; rows of unequal length are padded on either side, and come back padded on the left.
+        temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature).
+        stop: token ids at which a row ends.
+        when: where edits act.
+        use_cache: False recomputes everything at each step, with edits as `run` has them: the slow twin of ``both``.
+
+    Raises:
+        BadEdit: an edit in the steps that takes values of another run's positions (there are none to take), or that
+            acts in no step; the slow twin with another ``when``.
+    """
+    model.decoder.check_tokens(tokens, keep)
+    if n < 1:
+        raise BadEdit(f"n={n}: at least one token is decoded.")
+    if when not in ("prompt", "steps", "both"):
+        raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
+    if not use_cache and when != "both":
+        raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
+    tokens, keep = left_padded(tokens, keep)
+    decoding = _Decoding(model, tokens, keep, edits, when, use_cache)
+    generator = torch.Generator().manual_seed(seed)
+    ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    chosen: list[Tensor] = []
+    scores: list[Tensor] = []
+    try:
+        for step in range(n):
+            logits = decoding.next_logits(step, chosen[-1] if chosen else None)
+            token = _choose(logits, temperature, generator)
+            if chosen:
+                token = torch.where(ended, chosen[-1], token)
+            for id in stop:
+                ended = ended | (token == id)
+            chosen.append(token)
+            scores.append(logits)
+            if bool(ended.all()):
+                break
+    finally:
+        model.clock.step = 0
+    new = torch.stack(chosen, 1)
+    whole = torch.cat([keep, torch.ones_like(new, dtype=torch.bool)], 1)
+    return Generation(torch.cat([tokens, new], 1), whole, new, torch.stack(scores, 1))
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits.float() / temperature, -1).cpu()
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
+
+
+def left_padded(tokens: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same rows with their pads on the left, so that each next token stands right behind its row."""
+    if keep is None:
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    keep = keep.bool()
+    order = torch.argsort(keep.long(), dim=1, stable=True)  # pads first, the rest in their order
+    return tokens.gather(1, order), keep.gather(1, order)
+
+
+class _Decoding:
+    """The state of a decoding: keys and values of what has been read."""
+
+    def __init__(
+        self, model: HookedModel, tokens: Tensor, keep: Tensor, edits: Sequence[Edit], when: When, use_cache: bool
+    ) -> None:
+        self.model, self.tokens, self.keep, self.use_cache = model, tokens, keep, use_cache
+        self.on_prompt = list(edits) if when != "steps" else []
+        self.on_steps = self._on_steps(edits, when) if when != "prompt" else []
+        self.stored = [Site(b, name) for b in range(model.dims.blocks) for name in ("K", "V")]
+        self.past: dict[Site, Tensor] = {}
+
+    def _on_steps(self, edits: Sequence[Edit], when: When) -> list[Edit]:
+        """The edits that say something of a step's one new position, as they act there.
+
+        Raises:
+            BadEdit: one needs a source there, or is for the steps alone and acts in none.
+        """
+        here = [(edit, self._in_step(edit)) for edit in edits]
+        if when == "steps" and (idle := [edit for edit, there in here if there is None]):
+            raise BadEdit(
+                f"{idle[0]} names positions of the prompt, so it acts in no step; use when='prompt' or 'both'."
+            )
+        return [there for _, there in here if there is not None]
+
+    def _in_step(self, edit: Edit) -> Edit | None:
+        """The edit at the new position; None where it names others only."""
+        shapes = [self.model.sites.node(site).shape for site in edit.sites(self.model.sites)]
+        dim = "T" if any("T" in shape for shape in shapes) else "S"
+        place = dict(edit.where).get(dim)
+        if place is not None and not _holds_the_last(place):
+            return None
+        if isinstance(edit.how, Patch | Resample | Freeze) or (
+            isinstance(edit.how, Mean) and edit.how.over == "position"
+        ):
+            raise BadEdit(f"{edit}: beyond the source's last token there is nothing to take; use when='prompt'.")
+        return replace(edit, where=tuple((d, p) for d, p in edit.where if d != dim))
+
+    def next_logits(self, step: int, token: Tensor | None) -> Tensor:
+        """[B, V]: the scores of the token after those read so far; ``token`` is the last one chosen."""
+        self.model.clock.step = step
+        if token is not None:
+            self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
+            self.tokens = torch.cat([self.tokens, token[:, None]], 1)
+        if token is None or not self.use_cache:
+            return self._read(self.tokens, self._bind(self.on_prompt, Rows(self.keep, *self.tokens.shape)))
+        new = Rows(None, self.tokens.shape[0], 1, past=Rows(self.keep, *self.tokens.shape))
+        return self._read(token[:, None], self._bind(self.on_steps, new))
+
+    def _bind(self, edits: Sequence[Edit], rows: Rows) -> list[At]:
+        applied = bound(edits, self.model.sites, rows, None)
+        check_no_cut(applied, self.model.sites)
+        return applied
+
+    def _read(self, tokens: Tensor, applied: list[At]) -> Tensor:
+        recorder = Recorder(self.model, applied)
+        logits = Site(None, "logits")
+        past = self.past if self.use_cache else {}
+        with torch.no_grad():
+            made = recorder.decoder.run(
+                tokens, self.keep, want=(logits, *self.stored), edited=recorder.edited, tap=recorder, past=past
+            )
+        self.past = {site: made[site] for site in self.stored}
+        return made[logits][:, -1]
+
+
+def _holds_the_last(place: Place) -> bool:
+    """Whether a place goes on to the last position, whichever that is: -1, or a slice without an end."""
+    if isinstance(place, Span):
+        return place.stop is None and (place.step or 1) == 1
+    return isinstance(place, tuple) and -1 in place

@@ -1,0 +1,384 @@
+"""The hooked model: one real `HookPoint` for every named tensor of every block."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+
+from hooks.cache import Cache, Names, select
+from hooks.edits import Edit
+from hooks.estimate import check_fits
+from hooks.generate import Generation, When, generate
+from hooks.gradients import Score, run_with_gradients
+from hooks.keep import Keep, Keeper, Reduce
+from hooks.lens import LensCache, LensConfig, activation_cache, lens_config
+from hooks.point import Clock, Hook, Point, reciprocal
+from hooks.run import Run, run
+from hooks.where import Index, Rows, Spans
+from probe import TINY, Decoder, Dims, Tokenizer, Weights, load
+from probe.errors import BadCheckpoint, BadEdit, BadText, ProbeError, UnknownTensor
+from probe.from_state import from_state
+from probe.sites import Site, Sites
+from probe.text import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eagerly(fn: Callable[P, R]) -> Callable[P, R]:
+    """Run without `torch.compile`, whatever compiles the caller: compiled code may skip hooks that are added later,
+    without a word. So a compiled model is as fast as it was."""
+    uncompiled: list[Callable[P, R]] = []
+
+    @wraps(fn)
+    def through(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and loading it takes a second
+            return fn(*args, **kwargs)
+        if not uncompiled:
+            uncompiled.append(torch.compiler.disable(fn, reason="hooks and caches act in eager runs only"))
+        return uncompiled[0](*args, **kwargs)
+
+    return through
+
+
+class Block(nn.Module):
+    """The hook points of one block."""
+
+    @property
+    def attn(self) -> NoReturn:
+        """Refused: there are no modules in a block.
+
+        Raises:
+            BadEdit: always; the message says where weights, hooks and direct paths are.
+        """
+        raise BadEdit(
+            "a block here has hook points and no modules. Its weights: model.decoder.weights.read(3, 'W_O'); its hooks:"
+            " blocks.3.attn.hook_z. TransformerLens' direct paths need a copy of the stream for each head: edit x_n"
+            " with into=('s_attn', 'n_attn'), or x_attn with into='c_Q', which reach all heads of a block."
+        )
+
+    mlp = attn
+
+
+class HookedModel(HookedRootModule):
+    """A model of K2's architecture with a hook on every named tensor.
+
+    Hooks are called ``blocks.3.hook_c_KV`` (and ``hook_x_0``, ``hook_s_final`` … around the blocks); every spelling of
+    the card names them: ``blocks.3.c^KV``, ``blocks.3.attn.hook_v``, ``model.layers.3.mlp.down_proj``.
+
+    Args:
+        weights: where weights come from; see `probe.load`, `probe.random_weights`.
+        tokenizer: for running text; without one, tokens are needed.
+    """
+
+    def __init__(self, weights: Weights, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__()
+        self.decoder = Decoder(weights)
+        self.tokenizer = tokenizer
+        self.sites: Sites = self.decoder.sites
+        self.blocks = nn.ModuleList(Block() for _ in range(self.decoder.blocks))
+        self.clock = Clock()
+        self._points: dict[Site, Point] = {}
+        for site in self.sites:
+            point = Point(site, self.sites.node(site), self.clock)
+            parent = self if site.block is None else self.blocks[site.block]
+            parent.add_module(f"hook_{site.tensor}", point)
+            self._points[site] = point
+        self.setup()
+        self.eval()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path = TINY,
+        dtype: torch.dtype | None = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> HookedModel:
+        """A checkpoint directory, with its tokenizer where it has one. The default is the tiny model that ships with
+        the package.
+
+        Raises:
+            BadConfig, BadCheckpoint: as `probe.load`.
+        """
+        weights = load(directory, dtype, device)
+        has_text = (Path(directory) / "tokenizer.json").exists()
+        return cls(weights, Tokenizer(directory) if has_text else None)
+
+    @classmethod
+    def from_hf(cls, model: Any, tokenizer: Any = None) -> HookedModel:
+        """A model that transformers has loaded (``DeepseekV3ForCausalLM``), on the same weights.
+
+        Only ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV`` are copied, and router weight and correction bias where they are
+        not fp32 (a cast of the whole model has rounded them; here they are cast back). Its logits are those of
+        attention ``eager`` and experts ``grouped_mm``, whatever the model itself runs. Gradients do not reach the
+        model's parameters, and hooks on its modules are not called.
+
+        Args:
+            tokenizer: a fast tokenizer of transformers, or one of ours; None: tokens are needed.
+
+        Raises:
+            BadConfig: its config is of another block.
+            BadCheckpoint: see `probe.from_state`.
+            BadText: the tokenizer is a slow one.
+        """
+        config = getattr(model, "config", None)
+        if config is None or not hasattr(model, "state_dict"):
+            raise BadCheckpoint(f"{type(model).__name__} is no model of transformers: it has no config or no weights.")
+        read = config if isinstance(config, Mapping) else config.to_dict()
+        weights = from_state(model.state_dict(), Dims.from_config(read))
+        return cls(weights, None if tokenizer is None else Tokenizer.of(tokenizer))
+
+    @property
+    def dims(self) -> Dims:
+        """The model's sizes."""
+        return self.decoder.dims
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.decoder.weights.read(None, "w_final").device
+
+    @property
+    def cfg(self) -> LensConfig:
+        """The model's sizes under TransformerLens' names, for its functions."""
+        return lens_config(self.decoder.weights)
+
+    @property
+    def ln_final(self) -> NoReturn:
+        """Refused: TransformerLens' cache would take it for a module.
+
+        Raises:
+            BadEdit: always; the message says what to make its cache with.
+        """
+        raise BadEdit(
+            "the final norm is no module here (its tensors: s_final, n_final, x_final); for TransformerLens' own cache"
+            " take model.activation_cache(cache), whose `model` has it."
+        )
+
+    def activation_cache(self, cache: Cache | Run) -> LensCache:
+        """A cache of this model, or a run, as TransformerLens' `ActivationCache`; see `hooks.lens`.
+
+        Raises:
+            BadEdit: it is another model's.
+        """
+        return activation_cache(cache.cache, self.decoder, self.tokenizer)
+
+    # ---- running -----------------------------------------------------------------------------------------------
+
+    def batch(self, texts: str | Sequence[str]) -> Batch:
+        """Texts as one right-padded batch of tokens, on the model's device.
+
+        Raises:
+            BadText: there is no tokenizer, or it does not know a word.
+        """
+        if self.tokenizer is None:
+            raise BadText("this model has no tokenizer; give token ids.")
+        tokens, keep = self.tokenizer.batch([texts] if isinstance(texts, str) else texts)
+        return Batch(tokens.to(self.device), None if keep is None else keep.to(self.device))
+
+    @eagerly
+    def forward(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None = None) -> Tensor:
+        """The logits, [B T V], with whatever hooks are on. Gradients flow where torch records them.
+
+        Args:
+            tokens: [B, T] token ids, or text.
+            keep: [B, T], true where a token is real. Texts bring their own.
+        """
+        return self._run(*self._batch(tokens, keep))
+
+    @eagerly
+    def run_with_cache(  # type: ignore[override]  # TransformerLens' takes any argument, and swallows those it does not know
+        self,
+        tokens: Tensor | str | Sequence[str],
+        keep: Tensor | None = None,
+        *,
+        names_filter: Names = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        pos: Index | None = None,
+        reduce: Reduce | None = None,
+        spans: Sequence[Spans] | None = None,
+        grads: Score | None = None,
+        budget: int | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """The logits and a cache of every tensor, or of those named. What is cached has no graph.
+
+        Args:
+            names_filter: a spelling or a glob (``blocks.*.c_KV``), several, or a function of the hook's name; None: all
+                but ``delta_heads``, which is large and made only on request; with ``reduce``, nothing else.
+            device, dtype: where cached tensors go, and what floats are cast to.
+            pos: positions to keep, as an edit's ``T``; the whole is not held. See `hooks.keep.Keep`.
+            reduce: names → reductions (`hooks.reduce`), or functions of the value; found under ``cache.reduced``.
+            spans: each row's named spans, for ``pos`` and means over roles.
+            grads: a function from logits to one number. Its gradients at the same sites, kept likewise, are then
+                ``cache.gradients``.
+            budget: bytes that the run may take beside the weights; see `hooks.estimate`.
+
+        Raises:
+            UnknownTensor: a name or a glob names nothing, or nothing is selected.
+            BadEdit, OutOfRange: positions, reductions or gradients that cannot mean what they say.
+            TooLarge: it would not fit the budget.
+        """
+        tokens, keep = self._batch(tokens, keep)
+        self.decoder.check_tokens(tokens, keep)
+        rows = Rows(keep, tokens.shape[0], tokens.shape[1], None if spans is None else tuple(spans))
+        how = Keep(names_filter, device, dtype, pos, reduce)
+        keeper = Keeper(self.sites, rows, tokens, how, in_chunks=grads is None)
+        if budget is not None:
+            check_fits(self, rows, how, budget, grads is not None)
+        if grads is None:
+            return self._run(tokens, keep, keeper), keeper.cache
+        second = Keeper(self.sites, rows, tokens, how, in_chunks=False)
+        keeper.cache.gradients = second.cache
+        return run_with_gradients(self, tokens, keep, keeper, second, grads), keeper.cache
+
+    @eagerly
+    def run(
+        self,
+        tokens: Tensor | str | Sequence[str],
+        keep: Tensor | None = None,
+        *,
+        want: Names = ("logits",),
+        edits: Sequence[Edit] | Edit = (),
+        base: Run | None = None,
+        spans: Sequence[Spans] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        pos: Index | None = None,
+        reduce: Reduce | None = None,
+        budget: int | None = None,
+    ) -> Run:
+        """Run with edits, recomputing only what they reach from ``base``; see `hooks.run.run`."""
+        return run(
+            self,
+            *self._batch(tokens, keep),
+            want=want,
+            edits=edits,
+            base=base,
+            spans=spans,
+            device=device,
+            dtype=dtype,
+            pos=pos,
+            reduce=reduce,
+            budget=budget,
+        )
+
+    @eagerly
+    def generate(
+        self,
+        tokens: Tensor | str | Sequence[str],
+        keep: Tensor | None = None,
+        *,
+        n: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: Collection[int] = (),
+        edits: Sequence[Edit] = (),
+        when: When = "both",
+    ) -> Generation:
+        """Decode ``n`` tokens, greedily or sampled, with hooks and edits; see `hooks.generate.generate`."""
+        tokens, keep = self._batch(tokens, keep)
+        return generate(self, tokens, keep, n=n, temperature=temperature, seed=seed, stop=stop, edits=edits, when=when)
+
+    def _batch(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None) -> Batch:
+        if isinstance(tokens, Tensor):
+            return Batch(tokens, keep)
+        if keep is not None:
+            raise BadText("texts bring their own mask; `keep` goes with token ids.")
+        texts = [tokens] if isinstance(tokens, str) else tokens
+        if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+            raise BadText("a run takes token ids as a tensor [B T], a text, or a list of texts.")
+        return self.batch(texts)
+
+    def _run(self, tokens: Tensor, keep: Tensor | None, keeper: Keeper | None = None) -> Tensor:
+        """The logits; all else passes through the hooks, and is shown to the keeper."""
+
+        def tap(site: Site, value: Tensor) -> Tensor:
+            value = self.pass_through(site, value)
+            if keeper is not None:
+                keeper.see(site, value)
+            return value
+
+        logits = Site(None, "logits")
+        return self.decoder.run(
+            tokens,
+            keep,
+            want=(logits,),
+            edited=self.watched(),
+            tap=tap,
+            watched=keeper.watched if keeper else (),
+            chunks=keeper.chunks if keeper else (),
+            show=keeper.see_chunk if keeper else None,
+        )[logits]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HookedModel:
+        """What `to`, `cuda`, `half` … come down to; a model of hooks alone would silently stay as it is."""
+        raise ProbeError(
+            "the weights are not this module's: cast or move them, HookedModel(weights.to(dtype, device))."
+        )
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def watched(self) -> set[Site]:
+        """The sites that have a hook now."""
+        return {site for site, point in self._points.items() if point.active}
+
+    def pass_through(self, site: Site, value: Tensor) -> Tensor:
+        """A value through its hook point, if that has hooks."""
+        point = self._points[site]
+        return point(value) if point.active else value
+
+    def add_hook(  # type: ignore[override]
+        self, name: Any, hook: Hook, dir: Literal["fwd", "bwd"] = "fwd", **kwargs: Any
+    ) -> None:
+        """Add a hook by any spelling, or by a function of hook names; it stays until `reset_hooks`.
+
+        Raises:
+            UnknownTensor: nothing is named.
+        """
+        for point, made in self._named(name, hook, dir):
+            point.add_hook(made, dir=dir, **kwargs)
+
+    def add_caching_hooks(self, names_filter: Names = None, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """TransformerLens' own, with names in any spelling; keys are the hooks' names.
+
+        Raises:
+            UnknownTensor: nothing is named.
+        """
+        return super().add_caching_hooks(self._hook_names(names_filter), *args, **kwargs)
+
+    def get_caching_hooks(self, names_filter: Names = None, *args: Any, **kwargs: Any) -> Any:
+        """TransformerLens' own, with names in any spelling; keys are the hooks' names.
+
+        Raises:
+            UnknownTensor: nothing is named.
+        """
+        return super().get_caching_hooks(self._hook_names(names_filter), *args, **kwargs)
+
+    def _hook_names(self, names: Names) -> list[str]:
+        return [site.hook for site in select(self.sites, names)]
+
+    def _enable_hook(self, name: Any, hook: Hook, dir: Literal["fwd", "bwd"]) -> None:
+        """How `hooks()` and `run_with_hooks` of TransformerLens add theirs."""
+        for point, made in self._named(name, hook, dir):
+            point.add_hook(made, dir=dir, level=self.context_level)
+
+    def _named(self, name: Any, hook: Hook, dir: str) -> list[tuple[Point, Hook]]:
+        if dir not in ("fwd", "bwd"):
+            raise BadEdit(f"a hook's direction is fwd or bwd, not {dir!r}.")
+        if callable(name):
+            found = [(point, hook) for site, point in self._points.items() if name(site.hook)]
+            if not found:
+                raise UnknownTensor("the function selects no hook at all; hooks are called like blocks.0.hook_c_KV.")
+            return found
+        site, inverse = self.sites.find_with_inverse(name)
+        if inverse and dir == "bwd":
+            raise BadEdit(f"the gradient at {name} is not the reciprocal of that at {site}; name {site}.")
+        return [(self._points[site], reciprocal(hook) if inverse else hook)]

@@ -1,0 +1,210 @@
+"""A cache as one safetensors file: what is equal is written once, and read back when asked for, mapped from the file.
+
+Tensors go by their site (``blocks.3.c_KV``), reduced ones by ``reduced.`` before it and the part's name behind it,
+beside ``tokens``, ``keep`` and ``pos``; all else is JSON in the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hooks.cache import Cache, Reduced
+from hooks.reduce import Norms, Top
+from hooks.where import Rows
+from probe.card import letters
+from probe.dims import Dims
+from probe.errors import BadCheckpoint, BadEdit, ProbeError
+from probe.sites import Site, Sites
+
+FORMAT = "k2-probe cache 1"
+_TUPLES: dict[str, type] = {"Norms": Norms, "Top": Top}
+
+
+def save(cache: Cache, path: str | Path) -> None:
+    """Write a cache. A file that is there is replaced, at once or not at all; gradients are a cache to save apart.
+
+    Raises:
+        BadEdit: a reduction's result is no tensor, nor a tuple of `hooks.reduce` or a dict of them.
+    """
+    tensors: dict[str, Tensor] = {str(site): value for site, value in cache.items()}
+    kinds = {}
+    for site, made in cache.reduced.items():
+        kinds[str(site)], parts = _flat(site, made)
+        tensors.update({f"reduced.{site}{'.' if part else ''}{part}": value for part, value in parts.items()})
+    rows = cache._rows
+    extra = {"tokens": cache.tokens, "keep": None if rows is None else rows.keep, "pos": cache.pos}
+    once, aliases = _once({**tensors, **{name: value for name, value in extra.items() if value is not None}})
+    header = {
+        "dims": cache.dims.to_config(),
+        "rows": None if rows is None else [rows.batch, rows.length],
+        "spans": None if rows is None or rows.spans is None else [_lists(spans) for spans in rows.spans],
+        "sites": {str(site): list(cache._sites.node(site).shape) for site in cache},
+        "reduced": kinds,
+        "skipped": {str(site): why for site, why in cache.skipped.items()},
+        "aliases": aliases,
+    }
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save_file(once, aside, metadata={"format": FORMAT, **{key: json.dumps(said) for key, said in header.items()}})
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _lists(spans: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: [int(i) for i in places] for name, places in spans.items()}
+
+
+def _flat(site: Site, made: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A reduction's result as named tensors, and what it was."""
+    if isinstance(made, Tensor):
+        return "tensor", {"": made}
+    if isinstance(made, dict) and all(isinstance(part, Tensor) for part in made.values()):
+        return list(made), {str(i): part for i, part in enumerate(made.values())}  # any name may stand in a dict
+    if type(made).__name__ in _TUPLES:
+        return type(made).__name__, made._asdict()
+    raise BadEdit(f"{site} was reduced to {type(made).__name__}, which cannot be saved; reduce to tensors.")
+
+
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """Each content once; the others as name → [the name it is under, its shape]: x_next of a block and x_n of the next,
+    a latent and its view by head."""
+    once: dict[str, Tensor] = {}
+    aliases: dict[str, list[Any]] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in tensors.items():
+        whole = value.detach().cpu().contiguous()
+        digest = hashlib.blake2b(whole.reshape(-1).view(torch.uint8).numpy().data).digest()
+        found = first.setdefault((whole.dtype, whole.numel(), digest), name)
+        if found == name:
+            once[name] = whole
+        else:
+            aliases[name] = [found, list(whole.shape)]
+    return once, aliases
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+class _File:
+    """An open file: tensors by name, aliases followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.handle = _open(path)
+            said = self.handle.metadata() or {}
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{path}: there is no such file.") from None
+        except (SafetensorError, OSError) as error:
+            raise BadCheckpoint(f"{path}: not a readable safetensors file ({error}).") from None
+        if said.get("format") != FORMAT:
+            raise BadCheckpoint(f"{path}: not a cache of this toolkit; its format is {said.get('format')!r}.")
+        try:
+            self.header = {key: json.loads(value) for key, value in said.items() if key != "format"}
+            self.aliases: dict[str, Any] = self.header["aliases"]
+        except (ValueError, KeyError) as error:
+            raise BadCheckpoint(f"{path}: its header is damaged ({error!r}).") from None
+        self.names = set(self.handle.keys()) | set(self.aliases)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, from the header alone."""
+        if name in self.aliases:
+            return list(self.aliases[name][1])
+        return list(self.handle.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, mapped from the file; written to, it is a copy, and the file stays."""
+        if name in self.aliases:
+            stored, shape = self.aliases[name]
+            return self.read(stored).view(shape)
+        made: Tensor = self.handle.get_tensor(name)
+        return made
+
+
+def _open(path: Path) -> Any:  # safetensors has no types
+    return safe_open(path, framework="pt")
+
+
+class _Mapped(Mapping[Site, Any]):
+    """Site → what the file holds of it, read when asked for."""
+
+    def __init__(self, file: _File, kinds: Mapping[Site, Any], prefix: str = "") -> None:
+        self.file, self.kinds, self.prefix = file, kinds, prefix
+
+    def __getitem__(self, site: Site) -> Any:
+        kind, name = self.kinds[site], f"{self.prefix}{site}"
+        if kind == "tensor":
+            return self.file.read(name)
+        if isinstance(kind, list):
+            return {part: self.file.read(f"{name}.{i}") for i, part in enumerate(kind)}
+        made = _TUPLES[kind]
+        return made(*(self.file.read(f"{name}.{part}") for part in made._fields))  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def load(path: str | Path) -> Cache:
+    """Open a saved cache; it serves as a source of edits as the first did.
+
+    Raises:
+        BadCheckpoint: there is no such file, it is damaged, or it is no cache of this toolkit.
+    """
+    file = _File(Path(path))
+    try:
+        return _cache_of(file)
+    except BadCheckpoint:
+        raise
+    except (ProbeError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: its header is damaged ({error}).") from None
+
+
+def _cache_of(file: _File) -> Cache:
+    header = file.header
+    sites = Sites(Dims.from_config(header["dims"]))
+    tokens, keep, pos = (file.read(name).clone() if name in file.names else None for name in ("tokens", "keep", "pos"))
+    spans = None if header["spans"] is None else tuple(header["spans"])
+    batch, length = header["rows"] or (0, 0)
+    rows = None if header["rows"] is None else Rows(keep, batch, length, spans)
+    cache = Cache(sites, rows=rows, tokens=tokens, pos=pos)
+    held = {sites.find(name): "tensor" for name in header["sites"]}
+    cache._values = _Mapped(file, held)
+    cache.reduced = Reduced(sites)
+    cache.reduced._values = _Mapped(file, {sites.find(n): kind for n, kind in header["reduced"].items()}, "reduced.")
+    cache.skipped = {sites.find(name): why for name, why in header["skipped"].items()}
+    for site in held:
+        _check_shape(file, site, cache)
+    return cache
+
+
+def _check_shape(file: _File, site: Site, cache: Cache) -> None:
+    """A tensor of the header must be there, in the sizes that its dims say."""
+    if str(site) not in file.names:
+        raise BadCheckpoint(f"{file.path}: {site} is missing.")
+    node, shape = cache._sites.node(site), file.shape(str(site))
+    sizes: dict[str, int] = {"1": 1}
+    if cache._rows is not None:
+        sizes |= {"B": cache._rows.batch, "S": cache._rows.length, "T": cache._rows.length}
+    if cache.pos is not None:
+        sizes["T" if "T" in node.shape else "S"] = cache.pos.shape[1]
+    fits = len(shape) == len(node.shape)
+    for axis, size in zip(node.shape, shape, strict=False):
+        known = [sizes[p] if p in sizes else 0 if p in "BTSk" else cache.dims.size(p) for p in letters(axis)]
+        fits = fits and (0 in known or size == torch.Size(known).numel())
+    if not fits:
+        raise BadCheckpoint(f"{file.path}: {site} should be [{' '.join(node.shape)}], and is {shape}.")
