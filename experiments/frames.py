@@ -1,0 +1,310 @@
+"""One schema for every study: one measurement a row, so that frames of different studies join.
+
+`COLUMNS` is the table of what a column is called, holds and means; nothing else says it. `frame` makes a frame of
+rows and checks it, `join` puts frames together, `write` and `read` keep one as parquet or CSV and give back an equal
+frame.
+
+What identifies a row stands in its columns, up to ``unit``; the rest is what was measured. NA in a column of the
+first kind means *all* (all positions, all heads), in the second *not measured*.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pa_parquet
+
+from probe.blocks import around, card
+from probe.card import Leaf, Step
+from probe.errors import ProbeError, nearest
+
+VERSION = 1
+"""Of the schema; it travels in ``df.attrs`` and in parquet files."""
+
+Kind = Literal["string", "Int64", "Float64", "tensor"]
+
+
+class BadFrame(ProbeError, ValueError):
+    """Rows that break the schema, or a frame that cannot be asked this."""
+
+
+class BadPath(ProbeError, OSError):
+    """A file that cannot be written or read."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column holds: ``Int64`` and ``Float64`` are nullable, ``tensor`` is a category in the card's order."""
+
+    dtype: Kind
+    meaning: str
+
+
+COLUMNS: dict[str, Column] = {
+    # what
+    "study": Column("string", "the study that measured it: ablate, norms"),
+    "model": Column("string", "the model, by name or folder, and what tells its weights from others'"),
+    "prompts": Column("string", "the set of prompts"),
+    "block": Column("Int64", "index of the block, from 0; NA for what is not in a block"),
+    "step": Column("Int64", "the tensor's number among the card's 28 steps; NA where it has none"),
+    "tensor": Column("tensor", "name of the tensor that was measured or edited"),
+    "symbol": Column("string", "its symbol, LaTeX without dollars"),
+    "edit": Column("string", "what was done to it: zero, resample; NA where nothing was"),
+    "into": Column("string", "the readers that saw the edit; NA: all"),
+    "within": Column("string", "the subspace that the edit was limited to; NA: none"),
+    "hold": Column("string", "what kept its base value between sender and receiver"),
+    "frozen": Column("string", "what was held at the base's value after the edit"),
+    "sender": Column("string", "site that a path starts from"),
+    "receiver": Column("string", "site that a path ends in"),
+    "alpha": Column("Float64", "strength of the edit: the factor of a scaling or a direction"),
+    "seed": Column("Int64", "seed of the draw; NA where nothing was drawn, or over all draws"),
+    # where
+    "example": Column("Int64", "index of the prompt, from 0; NA: over all"),
+    "group": Column("string", "group of prompts that an average was taken over"),
+    "role": Column("string", "named span that the position belongs to: S1, S2, IO, END"),
+    "pos": Column("Int64", "position among the row's real tokens, from 0 (queries, or what is not a key); NA: all"),
+    "key": Column("Int64", "position of the key, from 0; NA: all"),
+    "token": Column("string", "the token at pos, as text"),
+    "head": Column("Int64", "attention head, from 0; NA: all"),
+    "expert": Column("Int64", "routed expert, from 0; NA: all"),
+    "feature": Column("Int64", "index in the tensor's last axis, or of a dictionary; NA: all"),
+    # how
+    "direction": Column("string", "denoise: clean into corrupt; noise: corrupt into clean"),
+    "source": Column("string", "where replacing values came from: a run, a reference set"),
+    "dtype": Column("string", "activation dtype of the run"),
+    "numerics": Column("string", "profile of the numerics: reference, careful"),
+    # what came out
+    "metric": Column("string", "what was measured"),
+    "unit": Column("string", "its unit; 1 for a ratio"),
+    "value": Column("Float64", "the metric in the edited run, or of what was looked at"),
+    "base": Column("Float64", "the metric in the run without the edit"),
+    "effect": Column("Float64", "value - base"),
+    "recovered": Column("Float64", "(value - base) / (source - base), over prompts the ratio of the means"),
+    "n": Column("Int64", "number of independent units, prompts as a rule, behind value"),
+    "stderr": Column("Float64", "standard error of effect over the n, or of value where there is no effect"),
+    "ci_low": Column("Float64", "lower end of the 95 % confidence interval"),
+    "ci_high": Column("Float64", "upper end of the 95 % confidence interval"),
+    "p": Column("Float64", "p value, corrected within p_family"),
+    "p_family": Column("string", "the family of tests that p was corrected for"),
+    "routing_agreement": Column("Float64", "mean share of chosen experts that base and edited run have in common"),
+    "flips": Column("Int64", "number of changed choices of an expert"),
+    "touched": Column("Int64", "number of values that the edit met"),
+    "noise_floor": Column("Float64", "spread of the metric under one-ulp noise at the edited place"),
+    "same_as": Column("string", "tensor of the same block, edit and place whose cell this equals by construction"),
+}
+"""Name → dtype and meaning, in the order of a frame's columns."""
+
+IDENTITY = tuple(COLUMNS)[: list(COLUMNS).index("value")]
+"""The columns that say what a row is about. No two rows of a frame agree in all of them."""
+
+CORE = ("study", "model", "prompts", "block", "step", "tensor", "symbol", "metric", "unit", "value")
+"""The columns that a frame has even where they are NA throughout; of the others it has those that say something."""
+
+
+def _nodes() -> list[tuple[str, Step | Leaf]]:
+    """Every tensor that can be a row, with what the card says about it, from the embedding to the logits."""
+    dense, moe = card(moe=False), card(moe=True)
+    late = dict.fromkeys(moe.hooked)  # a merge of two orders that agree on what they share
+    block: dict[str, Step | Leaf] = {}
+    for name in dense.hooked:
+        if name in late:
+            while (head := next(iter(late))) != name:
+                block[head] = moe.node(head)
+                del late[head]
+            del late[name]
+        block[name] = dense.node(name)
+    block |= {name: moe.node(name) for name in late}
+    first, *last = [(name, around().node(name)) for name in around().hooked]
+    return [first, *block.items(), *last]
+
+
+@cache
+def tensors() -> dict[str, Step | Leaf]:
+    """Name → step or input, for each value that the column ``tensor`` may take, in the order of its category:
+    ``x_0``, the block's tensors (dense and MoE merged), the final norm, ``logits``."""
+    return dict(_nodes())
+
+
+def tensor_dtype() -> pd.CategoricalDtype:
+    """The ordered category of the column ``tensor``."""
+    return pd.CategoricalDtype(list(tensors()), ordered=True)
+
+
+def frame(rows: Iterable[Mapping[str, Any]] | pd.DataFrame, *, study: str) -> pd.DataFrame:
+    """A frame of the schema from rows, each a mapping from column to value.
+
+    Columns come in the order and dtype of `COLUMNS`; those NA throughout are left out, except `CORE`. ``symbol`` is
+    filled in from the card where a row has none, ``step`` where both kinds of block agree on it. No rows make a frame
+    with the core's columns and no rows.
+
+    Raises:
+        BadFrame: a column that the schema lacks (with the nearest that it has), a tensor that no card has, a value
+            that is not of its column's dtype, a row without a metric, or two rows about the same thing.
+    """
+    df = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
+    df = df.reset_index(drop=True)
+    if "study" not in df:
+        df["study"] = study
+    known = tensors()
+    if "tensor" in df:
+        names = df["tensor"].astype(object)
+        symbols = names.map(lambda name: known[name].symbol if name in known else pd.NA)
+        numbers = names.map(lambda name: _number(name) if name in known else pd.NA)
+        df["symbol"] = symbols if "symbol" not in df else df["symbol"].where(df["symbol"].notna(), symbols)
+        df["step"] = numbers if "step" not in df else df["step"].where(df["step"].notna(), numbers)
+    return _typed(df)
+
+
+def _number(name: str) -> Any:
+    """The step number of a tensor, NA where it has none or the two kinds of block differ."""
+    numbers = {getattr(c[name], "number", None) for c in (card(moe=False), card(moe=True)) if name in c}
+    return numbers.pop() or pd.NA if len(numbers) == 1 else pd.NA
+
+
+def _typed(df: pd.DataFrame) -> pd.DataFrame:
+    """``df`` with the schema's columns, order, dtypes and attrs, checked."""
+    for name in df.columns:
+        if name not in COLUMNS:
+            near = nearest(str(name), COLUMNS)
+            raise BadFrame(
+                f"a frame has no column {str(name)!r}."
+                + (f" Nearest: {', '.join(near)}." if near else "")
+                + " experiments.frames.COLUMNS lists all."
+            )
+    columns: dict[str, pd.Series[Any]] = {}
+    for name, column in COLUMNS.items():
+        given = df[name] if name in df else pd.Series(pd.NA, index=df.index, dtype=object)
+        if name in CORE or given.notna().any():
+            columns[name] = _cast(name, column.dtype, given)
+    out = pd.DataFrame(columns, index=df.index)
+    if len(bare := out.index[out["metric"].isna()]):
+        raise BadFrame(f"row {bare[0]} has no metric; every row of a frame is one measurement.")
+    identity = [name for name in out.columns if name in IDENTITY]
+    if (twice := out.duplicated(identity)).any():
+        row = out.loc[twice, identity].iloc[0].dropna()
+        raise BadFrame("two rows measure one thing: " + ", ".join(f"{k}={v}" for k, v in row.items()) + ".")
+    out.attrs = {"schema": VERSION}
+    return out
+
+
+def _cast(name: str, dtype: Kind, given: pd.Series[Any]) -> pd.Series[Any]:
+    """One column in its dtype."""
+    try:
+        if dtype == "tensor":
+            category = tensor_dtype()
+            unknown = [x for x in given.astype(object).dropna().unique() if x not in category.categories]
+            if unknown:
+                near = nearest(str(unknown[0]), category.categories)
+                raise BadFrame(
+                    f"no card has a tensor named {unknown[0]!r}." + (f" Nearest: {', '.join(near)}." if near else "")
+                )
+            return given.astype(object).astype(category)
+        if dtype == "string":
+            if any(not isinstance(x, str) for x in given.astype(object).dropna()):
+                raise TypeError("not text")
+            return given.astype("string")
+        return pd.to_numeric(given.astype(object).where(given.notna(), None)).astype(dtype)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, BadFrame):
+            raise
+        raise BadFrame(f"column {name!r} holds {dtype} ({COLUMNS[name].meaning}): {error}.") from error
+
+
+def join(*frames: pd.DataFrame) -> pd.DataFrame:
+    """One frame of the rows of several, in the order given. A column that one of them lacks is NA in its rows.
+
+    The category of ``tensor`` and the attrs stay as they are, which ``pd.concat`` does not see to.
+
+    Raises:
+        BadFrame: nothing to join, a column that the schema lacks, or a row that two of the frames hold.
+    """
+    if not frames:
+        raise BadFrame("nothing to join: give at least one frame.")
+    loose = [df.astype(object) for df in frames]
+    return _typed(pd.concat(loose, ignore_index=True))
+
+
+def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
+    """Write a frame to ``path``, by its ending ``.parquet`` or ``.csv``; folders are made. An existing file is
+    replaced only once the new one is complete. The index is not kept.
+
+    Raises:
+        BadPath: another ending, or a place that cannot be written.
+        BadFrame: the frame breaks the schema.
+    """
+    path = Path(path)
+    table = pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
+    writers: dict[str, Callable[[pa.Table, BinaryIO], None]] = {
+        ".parquet": pa_parquet.write_table,
+        ".csv": pa_csv.write_csv,
+    }
+    if path.suffix not in writers:
+        raise BadPath(
+            f"can't write {path}: a frame goes to .parquet or .csv, not {path.suffix or 'a name without ending'!r}."
+        )
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            writers[path.suffix](table, file)
+        partial.replace(path)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BadPath(f"can't write {path}: {path.parent} is not a folder.") from error
+    except OSError as error:
+        raise BadPath(f"can't write {path}: {error.strerror or error}.") from error
+    finally:
+        if partial.is_file():
+            partial.unlink()
+    return path
+
+
+def read(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """The frame that `write` put there: dtypes, categories and NA as they were, rows numbered from 0.
+
+    Raises:
+        BadPath: no such file, another ending, or a file that is no table.
+        BadFrame: a table that breaks the schema.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet":
+            with path.open("rb") as file:
+                table = pa_parquet.read_table(file)
+        elif path.suffix == ".csv":
+            table = _read_csv(path)
+        else:
+            raise BadPath(f"can't read {path}: a frame is a .parquet or .csv file.")
+    except BadPath:
+        raise
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise BadPath(f"can't read {path}: {getattr(error, 'strerror', None) or error}.") from error
+    columns = {name: pd.Series(table[name].to_pylist(), dtype=object) for name in table.column_names}
+    return _typed(pd.DataFrame(columns))
+
+
+def _read_csv(path: Path) -> pa.Table:
+    """A CSV file as text, integers and floats by the schema. Nothing between two commas is NA, ``""`` is empty text."""
+    arrow = {"Int64": pa.int64(), "Float64": pa.float64(), "string": pa.string(), "tensor": pa.string()}
+    with path.open(newline="", encoding="utf-8") as file:
+        header = next(csv.reader(file), None)
+    if header is None:
+        raise BadPath(f"can't read {path}: the file is empty.")
+    return pa_csv.read_csv(
+        path,
+        parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+        convert_options=pa_csv.ConvertOptions(
+            column_types={name: arrow[COLUMNS[name].dtype] for name in header if name in COLUMNS},
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        ),
+    )

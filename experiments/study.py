@@ -1,0 +1,120 @@
+"""What studies share: which tensors a user means, what tells one model from another, how far a long run has come."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from tqdm import tqdm
+
+from experiments.frames import BadPath
+from hooks import HookedModel
+from probe.card import Leaf, Step, letters
+from probe.errors import OutOfRange, UnknownTensor
+from probe.sites import Site
+from probe.weights import weight_sites
+
+
+def chosen_blocks(model: HookedModel, blocks: Sequence[int] | None) -> list[int]:
+    """The blocks asked for, in order; all, where none is.
+
+    Raises:
+        OutOfRange: one does not exist, or none is named.
+    """
+    if blocks is None:
+        return list(range(model.dims.blocks))
+    if not blocks:
+        raise OutOfRange("no block is asked for: give some, or leave blocks out for all.")
+    for block in blocks:
+        model.sites.card(block)
+    return sorted(set(blocks))
+
+
+def chosen_sites(model: HookedModel, tensors: Iterable[str] | None, blocks: Sequence[int] | None) -> list[Site]:
+    """The sites that ``tensors``, in any spelling, are in ``blocks``; block by block, in the card's order.
+
+    Without ``tensors``: every tensor, but ``x_n`` only where the block before isn't asked for: ``blocks.3.x_next`` and
+    ``blocks.4.x_n`` are one value. Without ``blocks``: the blocks that have the tensor. A spelling with a block in it
+    stands for that block.
+
+    Raises:
+        UnknownTensor: a spelling that names no tensor of a block, or none of a block that was asked for.
+        OutOfRange: a block that does not exist, or that one part of the request leaves out.
+    """
+    where = chosen_blocks(model, blocks)
+    if tensors is None:
+        named = {
+            Site(i, name) for i in where for name in model.sites.card(i).hooked if name != "x_n" or i - 1 not in where
+        }
+    else:
+        named = {site for spelling in tensors for site in _named(model, spelling, where, blocks is not None)}
+    if not named:
+        raise UnknownTensor("no tensor is asked for: name some, or leave tensors out for all.")
+    return [site for site in model.sites if site in named]
+
+
+def _named(model: HookedModel, spelling: str, where: Sequence[int], strict: bool) -> list[Site]:
+    """One spelling in these blocks; ``strict``: all of them must have it."""
+    if spelling.startswith(("blocks.", "model.layers.", "language_model.")):
+        site = model.sites.find(spelling)
+        if site.block not in where:
+            raise OutOfRange(f"{site} is not in the blocks that were asked for, {', '.join(map(str, where))}.")
+        return [site]
+    found, missing = [], []
+    for block in where:
+        try:
+            found.append(model.sites.find(f"blocks.{block}.{spelling}"))
+        except UnknownTensor as fact:
+            missing.append(fact)
+    if missing and (strict or not found):
+        if spelling in model.sites.around.spellings():
+            raise UnknownTensor(f"{spelling!r} is outside the blocks; name a block's tensor: x_n, x_next.") from None
+        raise missing[0]
+    return found
+
+
+def dims_of(node: Step | Leaf) -> set[str]:
+    """The dim letters of a tensor, composite axes taken apart."""
+    return {letter for axis in node.shape for letter in letters(axis)}
+
+
+def identity(model: HookedModel, name: str | None = None) -> str:
+    """What tells a model from another in a frame: a name, and a digest of its sizes and weights."""
+    weights = model.decoder.weights
+    digest = hashlib.blake2s(repr(model.dims).encode(), digest_size=4)
+    for block, leaf in weight_sites(model.dims):
+        values = weights.read(block, leaf.name).detach().cpu().contiguous()
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    return f"{name or 'model'} {digest.hexdigest()}"
+
+
+def folder(path: str | os.PathLike[str]) -> Path:
+    """A folder to write to, made where there is none; tried at once, so that a long run can't end in vain.
+
+    Raises:
+        BadPath: it can't be written.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise BadPath(f"can't write to {path}: {error.strerror or error}.") from None
+    return path
+
+
+def activation_dtype(model: HookedModel) -> str:
+    """The activation dtype, as in the column ``dtype``: that of the embedding."""
+    return str(model.decoder.weights.read(None, "W_E").dtype).removeprefix("torch.")
+
+
+def progress(total: int, what: str) -> tqdm[NoReturn]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    return tqdm(total=total, desc=what, unit="run", leave=False, disable=not sys.stderr.isatty())

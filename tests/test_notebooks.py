@@ -1,0 +1,36 @@
+"""Every notebook runs from top to bottom, and is kept without outputs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["00_the_block.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_no_outputs_in_git(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own, which shows pictures in the notebook
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(code) == 8
+    assert all(cell.outputs for cell in code)
+    pictures = [output for cell in code for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2
+    told = [output.text for cell in code for output in cell.outputs if output.get("name") == "stderr"]
+    assert [text for text in told if "IProgress" not in text] == []  # tqdm misses a widget that we don't use
