@@ -116,7 +116,8 @@ def equal_pairs(model: HookedModel, prompts: Prompts, df: pd.DataFrame) -> str:
     if "same_as" in again or len(both) != len(again) or not worst < 1e-3:
         raise CheckFailed(f"cells that are equal by construction differ by {worst:.1e}.")
     shown = ", ".join(f"{pair['tensor']} = {pair['same_as']}" for pair in pairs if pair["block"] == blocks[-1])
-    return f"equal pairs are equal, to {worst:.0e} when computed apart; in block {blocks[-1]}: {shown}"
+    near = f"to {worst:.0e}" if worst else "exactly"
+    return f"equal pairs are equal, {near}, when computed apart; in block {blocks[-1]}: {shown}"
 
 
 def held(finding: Finding) -> str:

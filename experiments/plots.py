@@ -481,7 +481,13 @@ def _title(df: pd.DataFrame, picture: Cells) -> str:
     n = df["n"].max() if "n" in df else df["example"].nunique() if "example" in df else 0
     label = picture.label.split(" [")[0]
     label = f"{edits[0].capitalize()}: {label}" if len(edits) == 1 else label.replace("change of", "Change of")
-    return label + (f", n = {n}" if pd.notna(n) and n > 1 else "")
+    return label + _base(df) + (f", n = {n}" if pd.notna(n) and n > 1 else "")
+
+
+def _base(df: pd.DataFrame) -> str:
+    """What the metric is without the edit, where that is one number: what all of it would be."""
+    bases = {round(float(base), 3) for base in df["base"].dropna()} if {"base", "effect"} <= set(df) else set()
+    return f" from {short(bases.pop())}" if len(bases) == 1 and bases != {0.0} else ""
 
 
 def norms(df: pd.DataFrame, ax: Axes | None = None, *, metric: str = "rms", title: str | None = None) -> Axes:

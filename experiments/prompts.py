@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from string import Formatter
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -391,7 +392,7 @@ class Prompts:
         theirs = tuple({one.tokens: one for one in cut if one is not None}.values())
         notes = () if theirs else (f"No reference text is as long as this prompt's {len(prompt.tokens)} tokens.",)
         reference = cls(theirs, tokenizer, f"reference/{file.stem}") if theirs else None
-        return cls((prompt,), tokenizer, text, reference, notes)
+        return cls((prompt,), tokenizer, shorten(text, 60, placeholder=" …"), reference, notes)
 
     def shapes(self) -> dict[Shape, list[int]]:
         """Shape → the rows that have it, in order."""

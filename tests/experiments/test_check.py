@@ -78,7 +78,7 @@ def test_wrong_sums_are_named(tensor: str, what: str, model: HookedModel, monkey
     def larger(self: HookedModel, *words: Any, **options: Any) -> Any:
         run = sound(self, *words, **options)
         if Site(1, tensor) in run.cache and "base" not in options:
-            run.cache[Site(1, tensor)].mul_(1.1)
+            run.cache.keep(Site(1, tensor), run.cache[Site(1, tensor)] * 1.1)
         return run
 
     monkeypatch.setattr(HookedModel, "run", larger)

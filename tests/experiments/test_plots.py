@@ -76,7 +76,7 @@ def test_heatmap_draws_on_the_axes_it_is_given_and_labels_from_card_and_metric()
     assert [t.get_text() for t in ax.get_yticklabels()] == [plots.symbol(n) for n in ("v", "V", "A", "O", "x_next")]
     assert [t.get_text() for t in ax.get_xticklabels()] == ["0", "1", "10"]
     assert "change of logit diff [logits]" in words(ax)
-    assert "Zero: change of logit diff, n = 8" in words(ax)
+    assert "Zero: change of logit diff from 10.0, n = 8" in words(ax)
 
 
 def test_signed_data_is_symmetric_about_a_pale_zero():

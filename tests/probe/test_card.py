@@ -628,7 +628,7 @@ def test_a_block_that_does_not_exist(block: int, form: str) -> None:
         ("blocks.0.self_attn.o_proj.weight", "W_O is shown"),
         ("blocks.0.tau", "tau is shown"),
         ("blocks.0.c_kvv", "Nearest: c_KV"),
-        ("blocks.0.g_e", "no tensor of a dense block"),
+        ("blocks.0.g_e", "g_e is a tensor of MoE blocks; block 0 is dense"),
         ("blocks.1.g", "g_e"),
         ("blocks.1.mlp.hook_post", "h_e and h_s"),
         ("blocks.2.self_attn.kv_b_proj", "k_C and v"),
