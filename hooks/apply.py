@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hooks.edits import PER_SLOT, ROTATED, SCORES, Edit, Freeze, Mean, Patch, Resample, onto
+from hooks.edits import PER_SLOT, ROTATED, SCORES, Edit, Freeze, Mean, Patch, Resample, Zero, onto
 from hooks.where import FEATURE, Mask, Numbers, Place, Rows, along, axis_of, indices, one_hot
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
@@ -148,9 +148,15 @@ class At:
             )
             new = old + onto(new - old, span)
         if new.shape == value.shape:
-            return torch.where(mask, new, value)
+            made = torch.where(mask, new, value)
+            return self._rescaled(made, value) if isinstance(self.edit.how, Zero) and self.edit.how.renorm else made
         k = value.shape[2]  # delta_experts, with experts that only the source chose behind the k slots
         return torch.cat([torch.where(mask, new[:, :, :k], value), new[:, :, k:]], dim=2)
+
+    def _rescaled(self, gates: Tensor, before: Tensor) -> Tensor:
+        """Each token's gates, grown to the sum that they had; a token that has lost all keeps none."""
+        left = gates.sum(-1, keepdim=True)
+        return torch.where(left > 0, gates * (before.sum(-1, keepdim=True) / left.clamp(min=1e-20)), gates)
 
     def _through(self, value: Tensor, mask: Tensor) -> Tensor:
         """The edit of a dictionary's latents: value + decode(new) − decode(old), only where some latent changed."""

@@ -150,6 +150,8 @@ class Edit:
                     raise BadEdit(f"{self}: the dim feature is a dictionary's; give through=.")
             elif not (dim == "e" and "k" in node.shape) and not (dim == "B" and isinstance(node, Step)):
                 axis_of(node, dim)
+        if isinstance(self.how, Zero) and self.how.renorm and site.tensor != "gates":
+            raise BadEdit(f"{self}: renorm rescales a token's other gates; {site.tensor} has none.")
         if site.tensor in SCORES and (self.within or self.through or isinstance(self.how, Project)):
             raise BadEdit(
                 f"{self}: the last axis of {site.tensor} is positions, not features; it has no subspaces, nor latents."
@@ -173,13 +175,14 @@ class Edit:
 class Zero:
     """Zero."""
 
+    renorm: bool = False
     replaces: ClassVar[bool] = True
 
     def new(self, value: Tensor, at: At) -> Tensor:
         return torch.zeros_like(value)
 
     def sentence(self, what: str) -> str:
-        return f"zero {what}"
+        return f"zero {what}" + (", the other gates rescaled" if self.renorm else "")
 
 
 @dataclass(frozen=True)
@@ -439,6 +442,7 @@ def zero(
     tensor: str,
     block: int | None = None,
     *,
+    renorm: bool = False,
     into: Names = (),
     within: Tensor | None = None,
     through: Dictionary | None = None,
@@ -448,6 +452,7 @@ def zero(
 
     Args:
         tensor: any spelling; with ``block`` None, of a whole site (``blocks.3.O``).
+        renorm: of ``gates`` alone: the token's other gates grow so that they sum to what they did before.
         into: only these direct readers see the change.
         within: rows of directions; only the span of them changes.
         through: a dictionary; ``where`` then names its latents by ``feature``.
@@ -455,7 +460,7 @@ def zero(
     >>> zero("O", block=3, h=5).label
     'zero O of block 3 at h=5'
     """
-    return _edit(tensor, block, Zero(), where, into, within, through)
+    return _edit(tensor, block, Zero(renorm), where, into, within, through)
 
 
 def mean(

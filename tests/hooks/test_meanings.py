@@ -352,6 +352,19 @@ def test_a_gate_at_zero_loses_that_expert_and_no_other(base: Run) -> None:
     assert torch.equal(run["delta_experts", 1][~held], base["delta_experts", 1][~held])
 
 
+def test_the_other_gates_are_rescaled_on_request(base: Run) -> None:
+    e = int(base["experts", 1][0, 3, 0])
+    run = MODEL.run(TOKENS, edits=[zero("gates", 1, e=e, renorm=True)], want=["blocks.1.gates"])
+    held = base["experts", 1] == e
+    expected = base["gates", 1].masked_fill(held, 0)
+    expected = DIMS.scaling * expected / expected.sum(-1, keepdim=True)
+    close(run["gates", 1], expected, 1e-6)
+    assert torch.equal(run["gates", 1][~held.any(-1)], base["gates", 1][~held.any(-1)])
+    assert (MODEL.run(TOKENS, edits=[zero("gates", 1, renorm=True)], want=["blocks.1.gates"])["gates", 1] == 0).all()
+    with pytest.raises(BadEdit, match="renorm"):
+        logits(zero("O", 1, renorm=True))
+
+
 def test_one_expert_off_for_one_token_changes_that_tokens_outputs_alone(base: Run) -> None:
     e = int(base["experts", 1][1, 4, 0])
     run = MODEL.run(TOKENS, edits=[zero("gates", 1, e=e, B=1, T=4)], want=["blocks.1.x_next"])
