@@ -6,6 +6,7 @@ Read it top to bottom. Positions are axis 1, heads axis 2; only ``S`` and ``A`` 
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from probe.card import instead_of, step
@@ -152,7 +153,7 @@ def q_C_direct(x_attn: Tensor, W_UQ: Tensor) -> Tensor:
 @step("Q^C", "B T h n", number=7, formula=r"\mathrm{reshape}(q^C)", stream="query")
 def Q_C(q_C: Tensor, dims: Dims) -> Tensor:
     """The queries without position, by head."""
-    return q_C.unflatten(-1, (dims.h, dims.n))
+    return rearrange(q_C, "B T (h n) -> B T h n", h=dims.h)
 
 
 @step(r"q^{\mathrm{pe}}", "B T (h r)", number=8, formula=r"\hat c^Q W_{QR}", stream="query", only="latent")
@@ -178,7 +179,7 @@ def q_pe_direct(x_attn: Tensor, W_QR: Tensor) -> Tensor:
 @step(r"Q^{\mathrm{pe}}", "B T h r", number=9, formula=r"\mathrm{reshape}(q^{\mathrm{pe}})", stream="query")
 def Q_pe(q_pe: Tensor, dims: Dims) -> Tensor:
     """The rotary queries before rotation, by head."""
-    return q_pe.unflatten(-1, (dims.h, dims.r))
+    return rearrange(q_pe, "B T (h r) -> B T h r", h=dims.h)
 
 
 @step(
@@ -204,7 +205,7 @@ def k_C(c_KV_hat: Tensor, W_UK: Tensor) -> Tensor:
 @step("K^C", "B T h n", number=13, formula=r"\mathrm{reshape}(k^C)", stream="key")
 def K_C(k_C: Tensor, dims: Dims) -> Tensor:
     """The keys without position, by head."""
-    return k_C.unflatten(-1, (dims.h, dims.n))
+    return rearrange(k_C, "B T (h n) -> B T h n", h=dims.h)
 
 
 @step(r"k^{\mathrm{pe}}", "B T r", number=14, formula=r"x_{\mathrm{attn}} W_{KR}", stream="key")
@@ -234,7 +235,7 @@ def v(c_KV_hat: Tensor, W_UV: Tensor) -> Tensor:
 @step("V", "B S h v", number=18, formula=r"\mathrm{reshape}(v)", stream="value", also=("attn.hook_v",))
 def V(v: Tensor, dims: Dims) -> Tensor:
     """The values, by head."""
-    return v.unflatten(-1, (dims.h, dims.v))
+    return rearrange(v, "B T (h v) -> B T h v", h=dims.h)
 
 
 @step("S", "B h T S", formula=r"\tau \cdot Q K^{\top} + M", stream="attention", also=("attn.hook_attn_scores",))
@@ -285,7 +286,7 @@ def delta_heads(O: Tensor, W_O: Tensor, dims: Dims) -> Tensor:
 )
 def delta_attn(O: Tensor, W_O: Tensor) -> Tensor:
     """What attention writes to the residual stream."""
-    return O.flatten(-2) @ W_O
+    return rearrange(O, "B T h v -> B T (h v)") @ W_O
 
 
 @step(r"x'_n", "B T d", number=21, formula=r"x_n + \Delta_{\mathrm{attn}}", stream="residual", also=("hook_resid_mid",))
