@@ -604,8 +604,7 @@ def bound(edits: Sequence[Edit], sites: Sites, rows: Rows, base: Source | None) 
 def first_edited(edits: Sequence[Edit], sites: Sites) -> int:
     """The first block that an edit (not a freeze) acts in; 0 where there is none, or where the embedding is edited."""
     found = [site for edit in edits if not isinstance(edit.how, Freeze) for site in edit.sites(sites)]
-    depths = [s.block if s.block is not None else 0 if s.tensor in ("x_0", "W_E") else sites.dims.blocks for s in found]
-    return min(depths, default=0)
+    return max(0, min(map(sites.depth, found), default=0))
 
 
 def check_no_cut(applied: Sequence[At], sites: Sites) -> None:
@@ -637,7 +636,5 @@ def _cut_in_block(at: At, applied: Sequence[At], sites: Sites) -> At | None:
 
 def _cut_after(at: At, applied: Sequence[At], sites: Sites) -> At | None:
     """A later residual stream that is replaced whole: nothing passes it."""
-    outer = -1 if at.site.tensor in ("x_0", "W_E") else sites.dims.blocks
-    block = outer if at.site.block is None else at.site.block
-    stream = (o for o in applied if o.whole and o.site.tensor in ("x_n", "x_next") and o.site.block is not None)
-    return next((o for o in stream if o.site.block is not None and o.site.block > block), None)
+    stream = (o for o in applied if o.whole and o.site.tensor in ("x_n", "x_next"))
+    return next((o for o in stream if sites.depth(o.site) > sites.depth(at.site)), None)

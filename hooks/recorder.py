@@ -50,10 +50,12 @@ class Recorder:
             self.natural.keep(site, value)
             self._check_overlap(site, value, edits)
         for_all, for_some = value, value
+        seen = self.seen.get(site.block, {})
         for at in edits:
-            seen = self.seen.get(site.block, {})
-            for_some = at(for_some, seen)
-            for_all = for_all if at.edit.into else at(for_all, seen)
+            made = at(for_some, seen)
+            if not at.edit.into:  # one value until an edit for some readers parts the two: no edit acts twice on one
+                for_all = made if for_all is for_some else at(for_all, seen)
+            for_some = made
         into = frozenset(name for at in edits for name in at.edit.into)
         shown = self.model.pass_through(site, for_some)
         if site in self.slots:

@@ -214,11 +214,8 @@ def _reach(at: At, rows: Rows, block: int) -> Tensor:
     """[B, T]: the real positions at which an edit can change what a block's router chooses."""
     site, card = at.site, at.sites.card(at.site.block)
     below = {site.tensor} | card.descendants([site.tensor])
-    if site.block is None:
-        nowhere = site.tensor not in ("x_0", "W_E")
-    else:
-        nowhere = block < site.block or (block == site.block and "experts" not in below)
-    if nowhere:
+    depth = at.sites.depth(site)
+    if block < depth or (block == depth and "experts" not in below):
         return torch.zeros(rows.batch, rows.length, dtype=torch.bool)
     if at.is_weight:
         return rows.mask(None, "T")

@@ -171,10 +171,8 @@ class _Walk:
         It must where that part has something to do, unless the stream is known and no edit stands before it.
         """
         depth = self.decoder.blocks
-        before = [
-            -1 if s.block is None else s.block for s in self.edited if s.block is not None or s.tensor in ("x_0", "W_E")
-        ]
-        clean_until = min(before, default=depth)  # the first part with an edit; its own input is still clean
+        edited = (self.decoder.sites.depth(site) for site in self.edited)
+        clean_until = min(edited, default=depth)  # the first part with an edit; its own input is still clean
         busy = bool(self._asked(None, self._head()))
         into = [False] * (depth + 1)
         for part in range(depth, -1, -1):

@@ -56,6 +56,12 @@ class Sites:
             raise OutOfRange(f"block {block} does not exist: this model has blocks 0 to {len(self.cards) - 1}.")
         return self.cards[block]
 
+    def depth(self, site: Site) -> int:
+        """How far along a site or a weight is: its block; -1 at the embedding, the number of blocks at the head."""
+        if site.block is not None:
+            return site.block
+        return -1 if site.tensor in ("x_0", "W_E") else len(self.cards)
+
     def node(self, site: Site) -> Step | Leaf:
         """The card's row for a site."""
         return self.card(site.block).node(site.tensor)

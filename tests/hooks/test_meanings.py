@@ -721,3 +721,14 @@ def test_edits_are_frozen_comparable_values_that_print_as_sentences(source: Run)
     }  # fmt: skip
     for change, sentence in labels.items():
         assert str(change) == sentence
+
+
+def test_a_function_is_called_once_for_readers_that_see_the_same() -> None:
+    calls: list[int] = []
+
+    def count(value: Tensor) -> Tensor:
+        calls.append(1)
+        return value * 2
+
+    logits(edit("x_mid", count, block=1))
+    assert len(calls) == 1
