@@ -20,7 +20,27 @@ _FROM = {
     "Prompts": "prompts",
     "tasks": "prompts",
 }
-_MODULES = ("ablate", "check", "demo", "diagram", "frames", "metrics", "norms", "plots", "prompts")
+_MODULES = (
+    "ablate",
+    "check",
+    "compare",
+    "demo",
+    "diagram",
+    "frames",
+    "metrics",
+    "norms",
+    "patch",
+    "plots",
+    "probes",
+    "prompts",
+    "routing",
+    "runs",
+    "spec",
+    "stats",
+    "steer",
+    "studies",
+    "top",
+)
 
 __all__ = ["METRICS", "Metric", "Prompt", "Prompts", "tasks"]
 

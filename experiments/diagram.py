@@ -343,8 +343,9 @@ def block_diagram(
         label: what the numbers are, with their unit, where they come as a mapping.
         title: above the picture; by default what the frame says of itself.
 
-    Dashed grey boxes were not measured (``experts`` and ``delta_heads`` cannot be), hatched ones have no value. Boxes
-    with alike discs are equal by construction (``same_as``). Weights and constants are not drawn.
+    Dashed grey boxes were not measured (``experts`` and ``delta_heads`` cannot be), crossed ones have no value, hatched
+    ones are below the noise floor. Boxes with alike discs are equal by construction (``same_as``). Weights and
+    constants are not drawn.
 
     Raises:
         BadFrame: a frame of several blocks, metrics or places without a choice, tensors that this card lacks, or a
@@ -354,6 +355,7 @@ def block_diagram(
     picture = _picture(card, values, block=block, value=value, metric=metric, label=label)
     numbers = dict(zip(picture.table["tensor"].astype(str), picture.values, strict=True))
     groups = {str(picture.table.loc[i, "tensor"]): k for i, k in plots.coincide(picture.table).items()}
+    faint = set(picture.table.loc[picture.table.get("faint", np.zeros(len(picture.table))).astype(bool), "tensor"])
     colours = plots.Colours.of(np.array(list(numbers.values()), dtype=float), limit=limit)
 
     top = plan.height + TOP
@@ -375,7 +377,8 @@ def block_diagram(
         )
         _text(ax, box.x, box.y, plots.mathtext(card.node(box.name).symbol), plots.SMALL * ratio, plots.SOFT)
     for box in plan.boxes.values():
-        _box(ax, card, box, numbers if values is not None else None, groups.get(box.name), colours, ratio)
+        hatch = plots.HATCHED if box.name in faint else None
+        _box(ax, card, box, numbers if values is not None else None, groups.get(box.name), colours, ratio, hatch)
     if values is not None:
         bar = ax.inset_axes((plan.width - 3.95, top - 0.29, 3.7, 0.13), transform=ax.transData)
         colours.bar(picture, ratio=ratio, cax=bar, orientation="horizontal")
@@ -387,6 +390,7 @@ def block_diagram(
         groups,
         ratio,
         values is not None,
+        bool(faint),
     )
     return ax
 
@@ -562,17 +566,18 @@ def _box(
     group: int | None,
     colours: plots.Colours,
     ratio: float,
+    hatch: str | None,
 ) -> None:
     """A tensor's box: its symbol, and its number or its step."""
     number = np.nan if numbers is None else numbers.get(box.name, np.nan)
     fill: Any = "white"
-    ink, edge, dashed, hatch, aside = plots.INK, plots.INK, False, None, ""
+    ink, edge, dashed, aside = plots.INK, plots.INK, False, ""
     if numbers is None:
         aside = str(getattr(card.node(box.name), "number", None) or "")
     elif np.isfinite(number):
         fill, ink, aside = colours.fill(number), colours.ink(number), plots.short(number)
     elif box.name in numbers:
-        edge, hatch = plots.SOFT, "/////"
+        edge, hatch = plots.SOFT, plots.CROSSED
     else:
         fill, ink, edge, dashed = plots.UNMEASURED, plots.SOFT, plots.SOFT, True
     ax.add_patch(
@@ -593,12 +598,12 @@ def _box(
     symbol = plots.mathtext(card.node(box.name).symbol)
     room = box.width - 0.12 - (0.07 * len(aside) + 0.06 if aside else 0)
     size = max(plots.SMALL, min(plots.SYMBOL, plots.SYMBOL * room / _wide(symbol)))
-    text = _text(ax, box.x - box.width / 2 + 0.06 + room / 2, box.y, symbol, size * ratio, ink)
-    if hatch:
-        text.set_bbox({"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"})
+    texts = [_text(ax, box.x - box.width / 2 + 0.06 + room / 2, box.y, symbol, size * ratio, ink)]
     if aside:
         colour = plots.SOFT if numbers is None else ink
-        _text(ax, box.x + box.width / 2 - 0.07, box.y, aside, plots.SMALL * ratio, colour, ha="right")
+        texts.append(_text(ax, box.x + box.width / 2 - 0.07, box.y, aside, plots.SMALL * ratio, colour, ha="right"))
+    for text in texts if hatch else ():
+        text.set_bbox({"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"})
     if group:
         plots.badge(ax, box.x - box.width / 2, box.y + box.height / 2 - 0.02, group, size=plots.SMALL * ratio)
 
@@ -618,6 +623,7 @@ def _words(
     groups: Mapping[str, int],
     ratio: float,
     filled: bool,
+    faint: bool,
 ) -> None:
     """The title above, and under the drawing what the marks mean."""
     ax.text(
@@ -634,7 +640,9 @@ def _words(
     if filled and any(name not in numbers for name in plan.boxes):
         notes.append("dashed grey: not measured")
     if any(not np.isfinite(number) for number in numbers.values()):
-        notes.append("hatched: no value")
+        notes.append("crossed: no value")
+    if faint:
+        notes.append("hatched: below the noise floor")
     if groups:
         notes.append("alike discs: equal by construction")
     if not filled:

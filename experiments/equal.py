@@ -7,45 +7,29 @@ comparing what leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.options import By, How
-from experiments.study import dims_of
-from hooks import Edit, HookedModel, Run, resample, zero
-from hooks.edits import PER_SLOT
+from experiments.parts import ablation, can_go, dim_of, listed
+from hooks import Edit, HookedModel, Run
 from probe import Dims, random_weights
-from probe.card import Leaf, Step
 from probe.errors import BadEdit, UnknownDim
 from probe.sites import Site
 
 
-def dim_of(by: By, node: Step | Leaf) -> str:
-    """The dim that ``by`` goes through: a tensor's position is a key's (S) where it is kept by key (K, V)."""
-    if by in ("position", "role"):
-        return "T" if "T" in node.shape else "S"
-    return {"head": "h", "expert": "e"}[by]
-
-
-def can_go(by: By, node: Step | Leaf) -> bool:
-    """Whether a tensor has parts by head, position or expert. Slots are parts by expert."""
-    dim, dims = dim_of(by, node), dims_of(node)
-    return dim in dims or (dim == "e" and "k" in dims)
-
-
 @cache
 def coinciding(
-    how: How, by: By | None = None, *, moe: bool, query_latent: bool = True, norm_topk: bool = True
+    how: How, by: By | tuple[By, ...] | None = None, *, moe: bool, query_latent: bool = True, norm_topk: bool = True
 ) -> Mapping[str, str]:
     """For every editable tensor of a kind of block, the first tensor of the card whose edit does the same.
 
     Two edits are the same if they leave the same ``x_next``, to 1e-5 of its size, in a random block: a whole-tensor
-    edit, or (by ``by``) an edit of one head, position or expert. An edit that leaves ``x_next`` as it was proves
-    nothing, and is taken to coincide with none.
+    edit, or (by ``by``) an edit of one head, position, expert, or of what has several of these. An edit that leaves
+    ``x_next`` as it was proves nothing, and is taken to coincide with none.
     """
     dims = _small(moe, query_latent, norm_topk)
     model = HookedModel(random_weights(dims, seed=1))
@@ -57,7 +41,7 @@ def coinciding(
     seen: dict[str, Tensor] = {}
     roots: dict[str, str] = {}
     for site in sites:
-        edit = _edit(model, site, how, by, base, source)
+        edit = _edit(model, site, how, listed(by), base, source)
         if edit is None:
             continue
         new = model.run(tokens, want=[into], edits=[edit], base=base)[into]
@@ -68,16 +52,13 @@ def coinciding(
     return roots
 
 
-def _edit(model: HookedModel, site: Site, how: How, by: By | None, base: Run, source: Run) -> Edit | None:
+def _edit(model: HookedModel, site: Site, how: How, by: Sequence[By], base: Run, source: Run) -> Edit | None:
     """The edit of a tensor, or of one part of it; None where there can be none."""
-    where: dict[str, Any] = {}
-    if by is not None:
-        where[dim_of(by, model.sites.node(site))] = _common_expert(base, source) if by == "expert" else 2
-    edit = (
-        zero(site.tensor, 0, **where)
-        if how == "zero"
-        else resample(site.tensor, 0, source=source, rows=None if site.tensor in PER_SLOT else (1, 0), **where)
-    )
+    node = model.sites.node(site)
+    if not all(can_go(one, node) for one in by):
+        return None
+    where = {dim_of(one, node): _common_expert(base, source) if one == "expert" else 2 for one in by}
+    edit = ablation(how, site, source, where, (1, 0), 0)
     try:
         edit.sites(model.sites)
     except (BadEdit, UnknownDim):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,40 +66,59 @@ COLUMNS: dict[str, Column] = {
     "frozen": Column("string", "what was held at the base's value after the edit"),
     "sender": Column("string", "site that a path starts from"),
     "receiver": Column("string", "site that a path ends in"),
-    "alpha": Column("Float64", "strength of the edit: the factor of a scaling or a direction"),
+    "test": Column("string", "what a circuit is tested for: faithfulness, minimality, completeness"),
+    "kept": Column("string", "the nodes that a circuit keeps while all others are ablated"),
+    "removed": Column("string", "the nodes that were taken out of the circuit, or out of it and of the whole model"),
+    "label": Column("string", "what a probe reads out: answer, continent"),
+    "probe": Column("string", "kind of linear probe: ridge, logistic, means"),
+    "against": Column(
+        "string", "what a probe is held against (shuffled, random, tokens) or a circuit (random); NA: itself"
+    ),
+    "alpha": Column("Float64", "strength of the edit: the factor of a scaling; of a direction, in multiples of an rms"),
+    "when": Column("string", "whose tokens were steered: prompt, steps (of decoding), both; NA: a plain text's"),
     "seed": Column("Int64", "seed of the draw; NA where nothing was drawn, or over all draws"),
     # where
     "example": Column("Int64", "index of the prompt, from 0; NA: over all"),
-    "group": Column("string", "group of prompts that an average was taken over"),
+    "group": Column("string", "group of prompts that an average was taken over; held out: they chose no cell"),
     "role": Column("string", "named span that the position belongs to: S1, S2, IO, END"),
     "pos": Column("Int64", "position among the row's real tokens, from 0 (queries, or what is not a key); NA: all"),
     "key": Column("Int64", "position of the key, from 0; NA: all"),
     "token": Column("string", "the token at pos, as text"),
+    "context": Column("string", "the tokens around pos, the one there in ⟦ ⟧"),
     "head": Column("Int64", "attention head, from 0; NA: all"),
     "expert": Column("Int64", "routed expert, from 0; NA: all"),
     "feature": Column("Int64", "index in the tensor's last axis, or of a dictionary; NA: all"),
     # how
     "direction": Column("string", "denoise: clean into corrupt; noise: corrupt into clean"),
-    "source": Column("string", "where replacing values came from: a run, a reference set"),
+    "source": Column("string", "where values came from: a run, a reference set, the prompts a probe was fitted to"),
     "dtype": Column("string", "activation dtype of the run"),
     "numerics": Column("string", "profile of the numerics: reference, careful"),
     # what came out
     "metric": Column("string", "what was measured"),
     "unit": Column("string", "its unit; 1 for a ratio"),
     "value": Column("Float64", "the metric in the edited run, or of what was looked at"),
-    "base": Column("Float64", "the metric in the run without the edit"),
+    "base": Column("Float64", "the metric in the run without the edit; of a probe, of always guessing the same"),
     "effect": Column("Float64", "value - base"),
     "recovered": Column("Float64", "(value - base) / (source - base), over prompts the ratio of the means"),
     "n": Column("Int64", "number of independent units, prompts as a rule, behind value"),
+    "small_gaps": Column("Int64", "number of prompts with source near base: kept out of rows by prompt, not of means"),
+    "mistaken": Column("Int64", "number of prompts that the model gets wrong: see experiments.stats.mistaken"),
     "stderr": Column("Float64", "standard error of effect over the n, or of value where there is no effect"),
-    "ci_low": Column("Float64", "lower end of the 95 % confidence interval"),
-    "ci_high": Column("Float64", "upper end of the 95 % confidence interval"),
-    "p": Column("Float64", "p value, corrected within p_family"),
-    "p_family": Column("string", "the family of tests that p was corrected for"),
+    "ci_low": Column(
+        "Float64", "lower end of the 95 % interval of recovered; where there is no source of effect, else of value"
+    ),
+    "ci_high": Column("Float64", "upper end of it"),
+    "p": Column("Float64", "p value of effect, corrected within p_family"),
+    "p_family": Column("string", "the family of tests that p was corrected for; or why there is no p, nor an interval"),
+    "load": Column("Float64", "share of the tokens that choose the expert"),
+    "control": Column(
+        "Float64", "mean effect of what it is held against: other experts of about equal load, random directions"
+    ),
+    "spread": Column("Float64", "standard deviation of the effects of these random directions"),
     "routing_agreement": Column("Float64", "mean share of chosen experts that base and edited run have in common"),
     "flips": Column("Int64", "number of changed choices of an expert"),
     "touched": Column("Int64", "number of values that the edit met"),
-    "noise_floor": Column("Float64", "spread of the metric under one-ulp noise at the edited place"),
+    "noise_floor": Column("Float64", "twice the root mean square of the effects of one-ulp noise at the edited place"),
     "same_as": Column("string", "tensor of the same block, edit and place whose cell this equals by construction"),
 }
 """Name → dtype and meaning, in the order of a frame's columns."""
@@ -111,7 +131,8 @@ CORE = ("study", "model", "prompts", "block", "step", "tensor", "symbol", "metri
 
 
 def _nodes() -> list[tuple[str, Step | Leaf]]:
-    """Every tensor that can be a row, with what the card says about it, from the embedding to the logits."""
+    """Every tensor that can be a row, with what the card says about it: from the embedding to the logits, then
+    weights."""
     dense, moe = card(moe=False), card(moe=True)
     late = dict.fromkeys(moe.hooked)  # a merge of two orders that agree on what they share
     block: dict[str, Step | Leaf] = {}
@@ -124,13 +145,14 @@ def _nodes() -> list[tuple[str, Step | Leaf]]:
         block[name] = dense.node(name)
     block |= {name: moe.node(name) for name in late}
     first, *last = [(name, around().node(name)) for name in around().hooked]
-    return [first, *block.items(), *last]
+    weights = {leaf.name: leaf for made in (dense, moe, around()) for leaf in made.weights}
+    return [first, *block.items(), *last, *weights.items()]
 
 
 @cache
 def tensors() -> dict[str, Step | Leaf]:
     """Name → step or input, for each value that the column ``tensor`` may take, in the order of its category:
-    ``x_0``, the block's tensors (dense and MoE merged), the final norm, ``logits``."""
+    ``x_0``, the block's tensors (dense and MoE merged), the final norm, ``logits``, the weights."""
     return dict(_nodes())
 
 
@@ -251,11 +273,26 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
         raise BadPath(
             f"can't write {path}: a frame goes to .parquet or .csv, not {path.suffix or 'a name without ending'!r}."
         )
+    with replacing(path) as file:
+        writers[path.suffix](table, file)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write what shall stand at ``path``: it takes that place once it is complete and on the disk, whatever
+    ends the program before. Folders are made.
+
+    Raises:
+        BadPath: it can't be written; what stood there stands.
+    """
     partial = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            writers[path.suffix](table, file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise BadPath(f"can't write {path}: {path.parent} is not a folder.") from error
@@ -264,7 +301,6 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     finally:
         if partial.is_file():
             partial.unlink()
-    return path
 
 
 def read(path: str | os.PathLike[str]) -> pd.DataFrame:

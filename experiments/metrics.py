@@ -1,220 +1,474 @@
-r"""What an edit is judged by: each metric is a name, a unit, a formula and a function of two views of one batch.
+r"""What an edit is judged by: each metric is a name, a unit, a formula, the positions it reads and a function of views.
 
-A metric compares what the edited run shows (`View`) with what the base shows, prompt by prompt, in float64. Applied to
-the base itself it gives the base's value, so that ``effect = metric(edited, base) - metric(base, base)`` for all of
-them.
+A metric compares what one run shows (`View`) with what the base shows, prompt by prompt, in float64. Applied to the
+base itself it gives the base's value, so that ``effect = metric(edited, base) - metric(base, base)`` for all of them.
+What must be run so that metrics can be read, and how a run's values become views, is in `experiments.asking`.
+
+A metric is named by a text, here as on the command line and in a TOML file; see `metric` for the spellings. One of your
+own is a `Metric` with a function of two views:
+
+>>> def entropy(run: View, base: View) -> Tensor:
+...     p = run.read.logits.softmax(-1)
+...     return run.read.mean(-torch.xlogy(p, p).sum(-1))
+>>> Metric("entropy", "nats", r"-\Sigma_i \, p_i \ln p_i", entropy, reads="S2").unit
+'nats'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.prompts import Prompts, padded
-from hooks.where import Span
-from probe.errors import BadEdit, ProbeError, nearest
-
-if TYPE_CHECKING:
-    from hooks import Edit, HookedModel
+from experiments.prompts import Prompt
+from hooks.where import Index
+from probe.blocks import around, card
+from probe.card import Leaf, Step
+from probe.errors import ProbeError, UnknownTensor, asking, nearest
 
 
 class BadMetric(ProbeError, ValueError):
     """A metric that does not exist, or that these prompts give no ground for."""
 
 
-@dataclass(frozen=True)
-class View:
-    """What metrics see of a run on B prompts.
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Logits at N positions, those of one prompt behind those of the other; of answers, one for each token of each
+    spelling, at the position before it.
 
     Attributes:
-        logits: [B V], float64: the scores of the next token after each prompt's last real token.
-        x_next: [B T d]: what the edited block wrote, the residual stream out of it; None where nothing asked for it.
-        real: [B T], true where a token is real.
-        answer, wrong: [B, spellings], the token id of each accepted spelling, -1 where a row has fewer; None where the
-            prompts have none. Scores and probabilities of spellings are added up, by log-sum-exp.
+        logits: [N V], float64: the scores of the token that comes next.
+        token: [N], the id of the token that does come: of the answer, or of the text; -1 behind the text's last.
+        prompt: [N], which of the prompts.
+        spelling: [N], which of all spellings of all prompts (not of an answer: the prompt).
+        spelt: [spellings], the prompt of each.
+        prompts: how many there are, P.
     """
 
     logits: Tensor
-    x_next: Tensor | None
+    token: Tensor
+    prompt: Tensor
+    spelling: Tensor
+    spelt: Tensor
+    prompts: int
+
+    def mean(self, each: Tensor) -> Tensor:
+        """[N] → [P]: the mean over each prompt's positions."""
+        if len(each) == self.prompts:  # one each
+            return each
+        counts = torch.bincount(self.prompt, minlength=self.prompts)
+        return each.new_zeros(self.prompts).index_add(0, self.prompt, each) / counts
+
+    def of_token(self, scores: Tensor) -> Tensor:
+        """[N V] → [N]: the score of the token that comes."""
+        return scores.gather(-1, self.token[:, None])[:, 0]
+
+    def total(self, each: Tensor) -> Tensor:
+        """[N] → [P]: summed over the tokens of a spelling; spellings are added up by log-sum-exp."""
+        if len(each) == self.prompts:  # one token each
+            return each
+        sums = each.new_zeros(len(self.spelt)).index_add(0, self.spelling, each)
+        most = sums.new_full((self.prompts,), -torch.inf).scatter_reduce(0, self.spelt, sums, "amax")
+        most = most.masked_fill(most == -torch.inf, 0.0)  # -inf - -inf would be NaN
+        shares = (sums - most[self.spelt]).exp()  # of one spelling: 1, so that its own sum comes back to the bit
+        return most + most.new_zeros(self.prompts).index_add(0, self.spelt, shares).log()
+
+
+class Compared(NamedTuple):
+    """A tensor of P prompts.
+
+    Attributes:
+        value: [P T ...], positions second, pads on the right.
+        real: [P T], true where a token of the prompt stands.
+        experts: [P T k], what its slots hold, where it has slots.
+    """
+
+    value: Tensor
     real: Tensor
-    answer: Tensor | None = None
-    wrong: Tensor | None = None
+    experts: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class View:
+    """What one metric sees of a run on P prompts.
+
+    Attributes:
+        prompts: the P prompts.
+        reads: ``read``, ``answer`` and ``wrong``, those that the metric asks for; attributes of the same names.
+        tensor: what it compares, where it does.
+        texts: P continuations, where it has some decoded.
+    """
+
+    prompts: tuple[Prompt, ...]
+    reads: Mapping[str, Read] = field(default_factory=dict)
+    tensor: Compared | None = None
+    texts: tuple[str, ...] = ()
+
+    def _get(self, key: str, how: str) -> Read:
+        if key not in self.reads:
+            raise BadMetric(f"a metric that looks at {key} says so: Metric(..., {how}).")
+        return self.reads[key]
+
+    @property
+    def read(self) -> Read:
+        """The logits at the positions that the metric ``reads``."""
+        return self._get("read", "reads=-1")
+
+    @property
+    def answer(self) -> Read:
+        """What the answers are read from."""
+        return self._get("answer", 'needs=("answer",)')
+
+    @property
+    def wrong(self) -> Read:
+        """What the wrong answers are read from."""
+        return self._get("wrong", 'needs=("wrong",)')
+
+
+@dataclass(frozen=True, eq=False)
 class Metric:
     """A number for each prompt.
 
     Attributes:
-        unit: of the number; ``1`` for a ratio.
-        formula: LaTeX, without dollars; z are the logits at the last real token, a prime marks the edited run.
-        of: (edited view, base's view) → [B], float64.
-        needs: what a prompt must bring: ``answer``, ``wrong``.
-        looks_at_block: whether it reads the edited block's ``x_next``.
+        name: in frames and files, and what it can be asked for by.
+        unit: of the number; ``1`` for a ratio or a share.
+        formula: LaTeX, without dollars; z are logits, p probabilities, a prime marks the edited run.
+        of: (the run's view, the base's view) → [P], float64.
+        reads: the positions whose logits it sees, as an edit's ``T``: -1 (each prompt's last token), a span's name,
+            ``slice(None)`` (all); None: none.
+        needs: what is read of every prompt, in `View.reads`: ``answer``, ``wrong``, which it must bring; ``=TEXT``, a
+            text that is the same for all.
+        tensor: the tensor it compares; without a block (``c_KV``), that of the edited block.
+        decodes: how many tokens it wants to see decoded, greedily.
     """
 
     name: str
     unit: str
     formula: str
     of: Callable[[View, View], Tensor]
+    reads: Index | None = -1
     needs: tuple[str, ...] = ()
-    looks_at_block: bool = False
+    tensor: str | None = None
+    decodes: int = 0
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def last_logits(logits: Tensor, real: Tensor) -> Tensor:
-    """The logits at each row's last real token, [B V] in float64.
-
-    Args:
-        logits: [B T V].
-        real: [B T], true where a token is real.
-    """
-    places = torch.arange(real.shape[1], device=real.device)
-    last = torch.where(real, places, -1).max(-1).values
-    return logits[torch.arange(len(last), device=logits.device), last.to(logits.device)].double()
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def _pick(values: Tensor, ids: Tensor | None) -> Tensor:
-    assert ids is not None, "`choose` checks `needs`"
-    return values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf).logsumexp(-1)
+def _logit_difference(run: View, base: View, *, this: str = "answer", other: str = "wrong") -> Tensor:
+    both = run.reads[this], run.reads[other]
+    single = all(
+        len(said.token) == len(said.spelt) for said in both
+    )  # one position, where a shift of all logits is lost
+    answer, wrong = (said.total(said.of_token(said.logits if single else said.logits.log_softmax(-1))) for said in both)
+    return answer - wrong
 
 
-def _logit_difference(view: View, base: View) -> Tensor:
-    return _pick(view.logits, view.answer) - _pick(view.logits, view.wrong)
+def _log_probability(run: View, base: View, *, this: str = "answer") -> Tensor:
+    said = run.reads[this]
+    return said.total(said.of_token(said.logits.log_softmax(-1)))
 
 
-def _log_probability(view: View, base: View) -> Tensor:
-    return _pick(view.logits.log_softmax(-1), view.answer)
+def _difference_of(parameter: str) -> Metric:
+    """Of the prompts' own answers, or of two given texts."""
+    name, unit = "logit_difference", "logits"
+    if not parameter:
+        formula = r"z'_{\mathrm{answer}} - z'_{\mathrm{wrong}}"
+        return Metric(name, unit, formula, _logit_difference, reads=None, needs=("answer", "wrong"))
+    this, *others = parameter.split("/")
+    if len(others) != 1 or not this or others[0] in ("", this):
+        raise BadMetric("it is logit_difference:TEXT/OTHER, of two different texts, in which no / stands.")
+    needs = f"={this}", f"={others[0]}"
+    of = partial(_logit_difference, this=needs[0], other=needs[1])
+    return Metric(f"{name}:{parameter}", unit, r"z'_{\mathrm{text}} - z'_{\mathrm{other}}", of, reads=None, needs=needs)
 
 
-def _kl(view: View, base: View) -> Tensor:
-    p, q = base.logits.log_softmax(-1), view.logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+def _probability_of(parameter: str) -> Metric:
+    """Of the prompts' own answers, or of a given text."""
+    name, unit = "log_probability", "nats"
+    if not parameter:
+        return Metric(name, unit, r"\ln p'(\mathrm{answer})", _log_probability, reads=None, needs=("answer",))
+    of = partial(_log_probability, this=f"={parameter}")
+    return Metric(f"{name}:{parameter}", unit, r"\ln p'(\mathrm{text})", of, reads=None, needs=(f"={parameter}",))
 
 
-def _change_by_position(view: View, base: View) -> Tensor:
-    """‖Δx_next‖ / ‖x_next‖ by position, [B T]."""
-    assert view.x_next is not None, "the caller sees to `looks_at_block`"
-    assert base.x_next is not None, "the caller sees to `looks_at_block`"
-    before = base.x_next.double()
-    change: Tensor = (view.x_next.double() - before).norm(dim=-1) / before.norm(dim=-1)
+def _rank(run: View, base: View) -> Tensor:
+    said = run.answer
+    greater = (said.logits > said.of_token(said.logits)[:, None]).sum(-1)
+    rank = _unless_nan(1.0 + greater.double(), said.logits)  # nothing is greater than NaN: it would be the first
+    worst = rank.new_zeros(len(said.spelt)).scatter_reduce(0, said.spelling, rank, "amax")
+    return rank.new_full((said.prompts,), torch.inf).scatter_reduce(0, said.spelt, worst, "amin")
+
+
+def _unless_nan(each: Tensor, logits: Tensor) -> Tensor:
+    return each.masked_fill(logits.isnan().any(-1), torch.nan)
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+
+def _loss(run: View, base: View) -> Tensor:
+    return run.read.mean(-run.read.of_token(run.read.logits.log_softmax(-1)))
+
+
+def _kl(run: View, base: View) -> Tensor:
+    p, q = (one.read.logits.log_softmax(-1) for one in (base, run))
+    return run.read.mean(torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum(-1))
+
+
+def _top1_agreement(run: View, base: View) -> Tensor:
+    z, base_z = run.read.logits, base.read.logits
+    return run.read.mean(_unless_nan((z.argmax(-1) == base_z.argmax(-1)).double(), z + base_z))
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _relative_change(tensor: str) -> Callable[[View, View], tuple[Tensor, Tensor]]:
+    """‖edited − base‖ / ‖base‖ of a tensor by position, [P T], and where it can be told, as a function of two views."""
+
+    def change(run: View, base: View) -> tuple[Tensor, Tensor]:
+        assert run.tensor is not None, "the metric has a tensor"
+        assert base.tensor is not None, "the metric has a tensor"
+        after, before, real = run.tensor.value.double(), base.tensor.value.double(), base.tensor.real
+        moved, their, ours = after - before, run.tensor.experts, base.tensor.experts
+        if their is not None and ours is not None:
+            moved, before, told = _by_expert(after, their, before, ours, tensor in _ABSENT_IS_ZERO)
+            real = real & told
+        far, size = (x.flatten(2).norm(dim=-1) for x in (moved, before))
+        return torch.where(far == 0, 0.0, far / size), real  # no change is none, of nothing too
+
     return change
 
 
-def _relative_change(view: View, base: View) -> Tensor:
-    after_first = view.real & (view.real.long().cumsum(-1) > 1)
-    change = torch.where(after_first, _change_by_position(view, base), 0.0)
-    return change.sum(-1) / after_first.sum(-1)  # a prompt of one token has no other position: NaN
+_ABSENT_IS_ZERO = ("gates", "delta_experts")
+"""Slot tensors in which an expert that was not chosen counts 0; in the others it has no value."""
 
 
-def _relative_change_first(view: View, base: View) -> Tensor:
-    first = view.real.long().argmax(-1, keepdim=True)
-    return _change_by_position(view, base).gather(-1, first).squeeze(-1)
-
-
-_CHANGE = r"\Vert x'_{n+1} - x_{n+1} \Vert / \Vert x_{n+1} \Vert"
-
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric(
-            "logit_difference",
-            "logits",
-            r"z_{\mathrm{answer}} - z_{\mathrm{wrong}}",
-            _logit_difference,
-            needs=("answer", "wrong"),
-        ),
-        Metric("log_probability", "nats", r"\ln p(\mathrm{answer})", _log_probability, needs=("answer",)),
-        Metric("kl", "nats", r"\Sigma_i \, p_i \ln (p_i / p'_i)", _kl),
-        Metric(
-            "relative_change",
-            "1",
-            rf"\mathrm{{mean}}_{{t > 0}} \, {_CHANGE}",
-            _relative_change,
-            looks_at_block=True,
-        ),
-        Metric("relative_change_first", "1", rf"{_CHANGE} \; (t = 0)", _relative_change_first, looks_at_block=True),
-    )
-}
-"""Every metric by name. KL is KL(base ‖ edited); the relative change is of the edited block's x_next, position 0
-apart, whose residual stream is many times larger than all others'."""
-
-
-def choose(names: Sequence[str] | None, has: Sequence[str]) -> list[Metric]:
-    """The metrics of these names, or all that prompts with ``has`` (``answer``, ``wrong``) can be judged by.
-
-    Raises:
-        BadMetric: an unknown name, with the nearest; or one that needs what the prompts lack.
-    """
-    if names is None:
-        return [metric for metric in METRICS.values() if set(metric.needs) <= set(has)]
-    if not names:
-        raise BadMetric(f"no metric is asked for; there are {', '.join(METRICS)}.")
-    chosen = []
-    for name in dict.fromkeys(names):
-        if name not in METRICS:
-            near = nearest(name, METRICS)
-            raise BadMetric(
-                f"there is no metric {name!r}."
-                + (f" Nearest: {', '.join(near)}." if near else f" There are {', '.join(METRICS)}.")
-            )
-        if lacks := [need for need in METRICS[name].needs if need not in has]:
-            raise BadMetric(f"{name} needs {' and '.join(lacks)} with every prompt; some of these have none.")
-        chosen.append(METRICS[name])
-    return chosen
-
-
-# ---- answers of several tokens ---------------------------------------------------------------------------------------
-
-
-class Said(NamedTuple):
-    """How much a run is for each row's answer, [B] in float64."""
-
-    log_probability: Tensor
-    logit: Tensor
-
-
-def teacher_forced(model: HookedModel, prompts: Prompts, key: str = "answer", *, edits: Sequence[Edit] = ()) -> Said:
-    """What a run gives to answers of any number of tokens, several spellings among them.
-
-    A spelling's tokens are appended to its prompt, each is read from the logits before it, and summed; spellings are
-    added up by log-sum-exp. For answers of one token these are the metrics ``log_probability`` and, as the difference
-    of two, ``logit_difference``.
+def _by_expert(
+    after: Tensor, their: Tensor, before: Tensor, ours: Tensor, absent_is_zero: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots matched by the expert that they hold, never by place.
 
     Args:
-        key: ``answer`` or ``wrong``.
-        edits: an edit without ``T`` acts on the appended tokens too.
+        after, before: [P T k ...] of the edited run and of the base.
+        their, ours: [P T k], the experts there.
+
+    Returns:
+        What moved, what it moved from (each [P T slots -1]), and [P T], true where any expert can be compared.
+    """
+    after, before = (x.unsqueeze(-1).flatten(3) for x in (after, before))
+    same = ours[..., :, None] == their[..., None, :]
+    both, partner = same.any(-1), same.int().argmax(-1)
+    moved = after.gather(2, partner[..., None].expand_as(before)) - before
+    if not absent_is_zero:
+        moved, before = (x.masked_fill(~both[..., None], 0.0) for x in (moved, before))
+        return moved, before, both.any(-1)
+    moved = torch.where(both[..., None], moved, -before)
+    new = after.masked_fill(same.any(-2)[..., None], 0.0)
+    return torch.cat([moved, new], 2), before, torch.ones_like(both[..., 0])
+
+
+def _change_metric(name: str, spelling: str) -> Metric:
+    """``relative_change`` or ``relative_change_first`` of a tensor in any spelling."""
+    tensor, node = _tensor(spelling or "x_next")
+    change = _relative_change(node.name)
+
+    def after_first(run: View, base: View) -> Tensor:
+        each, told = change(run, base)
+        told = told & (torch.arange(told.shape[1], device=told.device) > 0)
+        return torch.where(told, each, 0.0).sum(-1) / told.sum(-1)  # nothing to average (a prompt of one token): NaN
+
+    def at_first(run: View, base: View) -> Tensor:
+        each, told = change(run, base)
+        return each[:, 0].masked_fill(~told[:, 0], torch.nan)
+
+    of, where = (at_first, "t = 0") if name.endswith("first") else (after_first, "t > 0")
+    formula = (
+        rf"\mathrm{{mean}}_{{{where}}} \, \Vert {{{node.symbol}}}' - {node.symbol} \Vert / \Vert {node.symbol} \Vert"
+    )
+    return Metric(name if tensor == "x_next" else f"{name}:{tensor}", "1", formula, of, reads=None, tensor=tensor)
+
+
+def _tensor(spelling: str) -> tuple[str, Step | Leaf]:
+    """A tensor in the card's own spelling, with its block where one is named, and its row.
 
     Raises:
-        BadText: a row has no answer.
-        BadEdit: an edit counts positions from the end, which the appended tokens move.
+        UnknownTensor: no card has it.
+        BadMetric: it holds no numbers that can be more or less.
     """
-    device, answers = model.device, prompts.answers(key)
-    longest_first = [sorted(answer.tokens, key=len, reverse=True) for answer in answers]
-    sums = []
-    for i in range(max(map(len, longest_first))):  # each row's i-th spelling
-        said = [spellings[i] if i < len(spellings) else () for spellings in longest_first]
-        rows = [(*prompt.tokens, *tokens[:-1]) for prompt, tokens in zip(prompts.rows, said, strict=True)]
-        if any(len(tokens) > 1 for tokens in said):
-            _check_not_from_the_end(edits)
-        logits = model.run(*padded(rows, device), edits=edits, spans=prompts.spans)["logits"]
-        for_row = []
-        for b, (prompt, tokens) in enumerate(zip(prompts.rows, said, strict=True)):
-            first = len(prompt.tokens) - 1
-            z = logits[b, first : first + len(tokens)].double()
-            ids = torch.tensor(tokens, dtype=torch.long, device=z.device)[:, None]
-            each = torch.stack([z.log_softmax(-1).gather(-1, ids).sum(), z.gather(-1, ids).sum()])
-            for_row.append(each if tokens else torch.full_like(each, -torch.inf))
-        sums.append(torch.stack(for_row, dim=-1))
-    return Said(*torch.stack(sums).logsumexp(0))
+    match = re.fullmatch(r"(?:blocks|(?:language_model\.)?model\.layers)\.(\d+)\.(.+)", spelling)
+    inner = match[2] if match else spelling
+    if not match and inner in around().spellings():
+        raise BadMetric(f"{inner} is outside the blocks; name a block's tensor: blocks.0.x_n, x_next, c_KV.")
+    node = _find(inner)
+    if not node.hook or inner == getattr(node, "inverse", None):
+        raise BadMetric(f"{inner} is a weight, an input or a reciprocal; name an activation: x_next, c_KV, A.")
+    if node.name == "experts":
+        raise BadMetric("experts are numbers, none of them more than another; see the column routing_agreement.")
+    return (f"blocks.{int(match[1])}.{node.name}" if match else node.name), node
 
 
-def _check_not_from_the_end(edits: Sequence[Edit]) -> None:
-    for edit in edits:
-        for dim, place in edit.where:
-            ends = (place.start, place.stop) if isinstance(place, Span) else place if isinstance(place, tuple) else ()
-            if dim in ("T", "S") and any(end is not None and end < 0 for end in ends):
-                raise BadEdit(f"{edit}: counted from the end, it would be a place in the answer; name it by a span.")
+def _find(spelling: str) -> Step | Leaf:
+    """The row of a spelling in either kind of block."""
+    dense, moe = card(moe=False), card(moe=True)
+    plain = spelling.removeprefix("hook_")
+    name = plain if plain in dense.hooked or plain in moe.hooked else spelling  # hook_c_KV, but hook_resid_post
+    try:
+        return moe.find(name)
+    except UnknownTensor:
+        if name in dense.spellings():
+            return dense.find(name)
+        raise
+
+
+# ---- continuations ---------------------------------------------------------------------------------------------------
+
+
+def _continuation(parameter: str) -> Metric:
+    match = re.fullmatch(r"(\d+):(contains|exact|regex)(?:=(.+))?", parameter, re.DOTALL)
+    if match is None or int(match[1]) < 1 or (match[2] == "regex" and match[3] is None):
+        raise BadMetric(
+            "it is continuation:N:contains, :exact (of the answer, or =TEXT), or continuation:N:regex=PATTERN."
+        )
+    n, how, text = int(match[1]), match[2], match[3]
+    try:
+        found = re.compile(text or "").search
+    except re.error as error:
+        raise BadMetric(f"{text!r} is no regular expression: {error}.") from None
+
+    def holds(said: str, prompt: Prompt) -> bool:
+        if how == "regex":
+            return found(said) is not None
+        spelt = (text,) if text is not None else prompt.answer.spellings if prompt.answer else ()
+        return any(one.strip() in said if how == "contains" else one.strip() == said.strip() for one in spelt)
+
+    def of(run: View, base: View) -> Tensor:
+        pairs = zip(run.texts, run.prompts, strict=True)
+        return torch.tensor([float(holds(said, prompt)) for said, prompt in pairs], dtype=torch.float64)
+
+    sign = {"contains": r"\ni", "exact": "=", "regex": r"\sim"}[how]
+    name, wanted = f"continuation:{n}:{how}", "answer" if text is None else "given"
+    return Metric(
+        name if text is None else f"{name}={text}",
+        "1",
+        rf"[\mathrm{{text}}_{{{n}}} {sign} \mathrm{{{wanted}}}]",
+        of,
+        reads=None,
+        needs=("answer",) if text is None else (),
+        decodes=n,
+    )
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------------
+
+
+def _at(name: str, unit: str, formula: str, of: Callable[[View, View], Tensor], place: str) -> Metric:
+    """A metric of distributions, at the place that its name says."""
+    if place in ("", "-1"):
+        return Metric(name, unit, formula, of)
+    whole = re.fullmatch(r"-?\d+", place)
+    reads: Index = slice(None) if place == "all" else int(place) if whole else place
+    return Metric(f"{name}:{int(place) if whole else place}", unit, rf"\mathrm{{mean}}_t \, {formula}", of, reads=reads)
+
+
+_PLAIN = {
+    made.name: made
+    for made in (
+        Metric("rank", "places", r"1 + |\{i : z'_i > z'_{\mathrm{answer}}\}|", _rank, reads=None, needs=("answer",)),
+        Metric("loss", "nats", r"-\mathrm{mean}_t \, \ln p'(t)", _loss, reads=slice(None, -1)),
+    )
+}
+_WITH_PARAMETER: dict[str, Callable[[str], Metric]] = {
+    "logit_difference": _difference_of,
+    "log_probability": _probability_of,
+    "kl": partial(_at, "kl", "nats", r"\Sigma_i \, p_i \ln (p_i / p'_i)", _kl),
+    "top1_agreement": partial(
+        _at, "top1_agreement", "1", r"[\mathrm{argmax} \, p' = \mathrm{argmax} \, p]", _top1_agreement
+    ),
+    "relative_change": partial(_change_metric, "relative_change"),
+    "relative_change_first": partial(_change_metric, "relative_change_first"),
+    "continuation": _continuation,
+}
+_NAMES = (*_WITH_PARAMETER, *_PLAIN)
+_USUAL = ("logit_difference", "log_probability", "kl", "relative_change", "relative_change_first")
+"""What is measured where nobody says what: what one more read of a run gives."""
+
+METRICS: dict[str, Metric] = {
+    name: make("") for name, make in _WITH_PARAMETER.items() if name != "continuation"
+} | _PLAIN
+"""Every metric that can be asked for by its name alone; `metric` has those with a parameter."""
+
+
+def metric(spelling: str) -> Metric:
+    """The metric that a text names: here, on the command line, in a TOML file.
+
+    ==============================================  ====================================================================
+    ``logit_difference``                            answer less wrong
+    ``log_probability``, ``rank``                   of the answer; the likeliest token has rank 1
+    ``logit_difference:TEXT/OTHER``                 of two given texts, whatever the prompts' answers are
+    ``log_probability:TEXT``                        of a given text
+    ``loss``                                        of the prompt's own text, mean over its tokens
+    ``kl``, ``top1_agreement``                      against the base, after the prompt's last token
+    ``kl:PLACE``, ``top1_agreement:PLACE``          after other tokens: a span (``S2``, ``subject[-1]``), a position
+                                                    (``3``, ``-2``), or ``all``; the mean over them
+    ``relative_change``, ``relative_change_first``  of the edited block's x_next: mean over positions, 0 apart; at 0
+    ``relative_change:TENSOR`` (``_first`` too)     of another tensor of that block, ``c_KV``, or of one place,
+                                                    ``blocks.3.c_KV``; in any spelling
+    ``continuation:N:contains``, ``…:exact``        whether N tokens, decoded greedily, contain or are the answer
+    ``continuation:N:contains=TEXT``, ``…:exact=``  … contain or are a text
+    ``continuation:N:regex=PATTERN``                … hold a match of a regular expression
+    ==============================================  ====================================================================
+
+    Of an answer of several tokens, log-probabilities are summed, each read after the tokens before it; the rank is the
+    worst of theirs; and the logit difference is that of the sums (of single tokens the same; a sum of logits would hang
+    on what each position adds to all of them, which means nothing). Of several spellings, probabilities are added up;
+    the rank is the best one's.
+
+    Raises:
+        BadMetric: no such metric, with the nearest, or not such a parameter.
+        UnknownTensor: no card has the tensor.
+    """
+    if spelling in METRICS:
+        return METRICS[spelling]
+    name, colon, parameter = spelling.partition(":")
+    if name not in _PLAIN and name not in _WITH_PARAMETER:
+        near = nearest(name, _NAMES)
+        hint = f"Nearest: {', '.join(near)}." if near else f"There are {', '.join(_NAMES)}."
+        raise BadMetric(f"there is no metric {name!r}. {hint}")
+    with asking(f"metric {spelling!r}"):
+        if name in _PLAIN:
+            raise BadMetric(f"{name} takes nothing behind a colon.")
+        if colon and not parameter:
+            raise BadMetric("nothing stands behind the colon.")
+        return _WITH_PARAMETER[name](parameter)
+
+
+def choose(names: Sequence[str | Metric] | None, has: Sequence[str]) -> list[Metric]:
+    """The metrics of these names, or the usual ones that prompts with ``has`` (``answer``, ``wrong``) can be judged by.
+
+    Raises:
+        BadMetric: an unknown name, with the nearest; one that needs what the prompts lack; two metrics of one name.
+        UnknownTensor: as `metric`.
+    """
+    if names is None:
+        return [METRICS[name] for name in _USUAL if set(METRICS[name].needs) <= set(has)]
+    if not names:
+        raise BadMetric(f"no metric is asked for; there are {', '.join(_NAMES)}.")
+    chosen: dict[str, Metric] = {}
+    own = {one.name for one in names if isinstance(one, Metric)}
+    for one in names:
+        made = metric(one) if isinstance(one, str) else one
+        if lacks := [need for need in made.needs if need not in has and not need.startswith("=")]:
+            raise BadMetric(f"{made.name} needs {' and '.join(lacks)} with every prompt; some of these have none.")
+        if chosen.setdefault(made.name, made) is not made and made.name in own:
+            raise BadMetric(f"two metrics are called {made.name}; a frame could not tell them apart.")
+    return list(chosen.values())

@@ -1,28 +1,32 @@
-"""How large every named tensor is, by block and position: rms, l2 and the largest channels.
+"""How large every named tensor is, by block and position: rms, l2 and the largest channels; how the residual stream
+grows, which channels of it are massive, and how much attention rests at the first position.
 
-The numbers are taken as the values pass by, one forward pass for all of them: nothing but the reductions is kept. A
-tensor's size at a position is over all its other axes, heads and slots together; of ``S`` and ``A`` over the keys that
-the query may see. ``experts`` holds integers and has no size; ``delta_heads`` is made only where it is named.
+The numbers are taken as the values pass by, one forward pass for all of them: nothing but the reductions is kept, and
+scores and patterns exist for a chunk of queries at a time. A tensor's size at a position is over all its other axes,
+heads and slots together; of ``S`` and ``A`` over the keys that the query may see. ``experts`` holds integers and has no
+size; ``delta_heads`` is made only where it is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.frames import frame
+from experiments.frames import BadFrame, frame
 from experiments.prompts import Prompts
 from experiments.study import activation_dtype, chosen_sites, identity
 from hooks import HookedModel
-from probe.card import Leaf, Step
+from hooks.edits import SCORES
 from probe.errors import OutOfRange, UnknownTensor
+from probe.numerics import forbidden
 from probe.sites import Site
 
 
@@ -44,97 +48,146 @@ def norms(
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
-        A frame with three metrics by block, tensor, prompt (``example``) and position, in the activations' own unit:
-        ``rms``, ``l2``, and ``max``, one row for each of the largest channels: the signed value there, with its index
-        in the last axis as ``feature``, and its ``head``, ``key`` or ``expert`` where the tensor has such an axis.
+        A frame by block, tensor, prompt (``example``) and position, in the activations' own unit: ``rms``, ``l2``, and
+        ``max``, one row for each of the largest channels: the signed value there, with its index in the last axis as
+        ``feature``, and its ``head``, ``key`` or ``expert`` where the tensor has such an axis. Besides, as ratios:
+
+        - ``growth`` of ``x_next``, where the stream into the block was measured too: ‖x_next‖ / ‖x_n‖;
+        - ``sink`` of ``A`` by head, with ``key`` 0: the attention that queries after position 0 give to it, their mean
+          over a prompt; ``base`` is that of a head which sees all its keys alike. A prompt of one token has none.
 
     Raises:
         UnknownTensor, OutOfRange: a tensor or block that does not exist, ``experts``, or a number of channels below 0.
     """
     if channels < 0:
         raise OutOfRange(f"channels={channels}: how many of the largest to report, 0 or more.")
-    sites = [site for site in chosen_sites(model, tensors, blocks) if _has_size(model, site, asked=tensors is not None)]
-    tokens, keep = prompts.batch(model.device)
-    real = torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep
-    meter = _Meter(model, real, channels)
-    slots = {Site(site.block, "experts") for site in sites if "k" in model.sites.node(site).shape}
-    hooks: list[tuple[str | Callable[..., Any], Callable[..., Any]]] = [
-        (site.hook, partial(meter.look, site)) for site in model.sites if site in {*sites, *slots}
-    ]
-    with torch.no_grad():
-        model.run_with_hooks(tokens, keep, fwd_hooks=hooks)
-    places = _places(prompts, real)
-    df = pd.concat([_table(model, site, meter.sizes[site], places) for site in sites], ignore_index=True)
+    sizes, places = measure(model, prompts, sized(model, tensors, blocks), channels), _places(prompts)
+    tables = [_table(model, site, size, places) for site, size in sizes.items()]
+    tables += [_growth(site, size, sizes, places) for site, size in sizes.items() if site.tensor == "x_next"]
+    tables += [_sink(site, size.sink, prompts) for site, size in sizes.items() if size.sink is not None]
+    df = pd.concat([table.astype(object) for table in tables], ignore_index=True)
     common = {"model": identity(model, name), "prompts": prompts.name, "unit": "1"}
-    return frame(df.assign(**common, dtype=activation_dtype(model), numerics="reference"), study="norms")
+    return frame(df.assign(**common, dtype=activation_dtype(model), numerics=model.decoder.numerics), study="norms")
 
 
-def _has_size(model: HookedModel, site: Site, *, asked: bool) -> bool:
-    node = model.sites.node(site)
-    if node.dtype == "int64" and asked:
-        raise UnknownTensor(f"{site} holds integers, which have no size; look at gates.")
-    return node.dtype != "int64" and (asked or not getattr(node, "on_request", False))
+def massive(df: pd.DataFrame, n: int = 10) -> pd.DataFrame:
+    """The massive activations: of each place of the residual stream in a frame of `norms` with channels, the ``n``
+    channels that are largest anywhere, each at its largest, metric ``massive``.
+
+    ``base`` is the place's typical size: the median rms of positions after 0. No threshold is drawn (Sun et al.,
+    Massive Activations in Large Language Models, 2024, call a value massive above 100 and a thousand times the median).
+    ``n`` counts the prompts that have the channel among their largest at that position.
+
+    Raises:
+        BadFrame: the frame has no channels of the residual stream.
+    """
+    from experiments.plots import RESIDUAL
+
+    here = df[df["tensor"].isin(list(RESIDUAL))]
+    top = here[here["metric"] == "max"]
+    if not len(top):
+        raise BadFrame("no channels of the residual stream to rank: take norms of x_n, x_mid or x_next, channels=1.")
+    site, channel = ["block", "tensor"], ["block", "tensor", "feature"]
+    typical = here[(here["metric"] == "rms") & (here["pos"] > 0)].groupby(site, observed=True)["value"].median()
+    top = top.assign(size=top["value"].abs()).sort_values("size", ascending=False, kind="stable")
+    prompts = top.groupby([*channel, "pos"], observed=True)["example"].nunique().rename("n")
+    ranked = top.drop_duplicates(channel).groupby(site, observed=True).head(n)
+    made = ranked.drop(columns=["size", "base", "n"], errors="ignore").join(prompts, on=[*channel, "pos"])
+    return frame(made.join(typical.rename("base"), on=site).assign(metric="massive"), study="norms")
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Of one tensor, by prompt and position: [B T], and the largest channels, [B T channels], with where they are by
-    column."""
+def sized(model: HookedModel, tensors: Sequence[str] | None = None, blocks: Sequence[int] | None = None) -> list[Site]:
+    """The sites that are measured; as `norms` takes them.
+
+    Raises:
+        UnknownTensor, OutOfRange: as `norms`.
+    """
+    found = []
+    for site in chosen_sites(model, tensors, blocks):
+        node = model.sites.node(site)
+        if node.dtype == "int64" and tensors is not None:
+            raise UnknownTensor(f"{site} holds integers, which have no size; look at gates.")
+        if node.dtype != "int64" and (tensors is not None or not getattr(node, "on_request", False)):
+            found.append(site)
+    return found
+
+
+class Sizes(NamedTuple):
+    """Of one tensor, by prompt and position.
+
+    Attributes:
+        l2, rms: [B T], fp64.
+        top: [B T channels], the largest; ``where``: column of the frame → where they are, [B T channels].
+        sink: [B h T], of ``A``: what each query gives to position 0.
+    """
 
     l2: Tensor
     rms: Tensor
     top: Tensor
     where: dict[str, Tensor]
+    sink: Tensor | None
 
 
-@dataclass
-class _Meter:
-    """Sees each value as it passes, and keeps its sizes."""
-
-    model: HookedModel
-    real: Tensor
-    channels: int
-    sizes: dict[Site, _Sizes] = field(default_factory=dict)
-    experts: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def look(self, site: Site, value: Tensor, hook: object) -> None:
-        """A hook on a site: it looks, and leaves the value as it is."""
-        if site.tensor == "experts":
-            self.experts[site.block] = value
-        else:
-            self.sizes[site] = self._measure(self.model.sites.node(site), value, self.experts.get(site.block))
-
-    def _measure(self, node: Step | Leaf, value: Tensor, experts: Tensor | None) -> _Sizes:
-        axes = list(node.shape)
-        value = value.double()
-        if "T" in axes and "S" in axes:  # [B h T S]: position first, and only the keys that it sees
-            visible = self.real[:, None, None, :] & torch.ones(value.shape[-2:], device=value.device).tril().bool()
-            value = torch.where(visible, value, 0.0).transpose(1, 2)
-            seen = visible.expand(-1, value.shape[2], -1, -1).transpose(1, 2).flatten(2).sum(-1)
-            axes[1], axes[2] = axes[2], axes[1]
-        flat = value.flatten(2)
-        count = seen if "T" in axes and "S" in axes else flat.shape[-1]
-        l2 = flat.norm(dim=-1)
-        few = min(self.channels, flat.shape[-1]) if axes[-1] != "1" else 0
-        index = flat.abs().topk(few, dim=-1).indices
-        where = _unravel(index, axes[2:], value.shape[2:], experts)
-        return _Sizes(l2, l2 / torch.as_tensor(count, device=l2.device) ** 0.5, flat.gather(-1, index), where)
+def measure(model: HookedModel, prompts: Prompts, sites: Sequence[Site], channels: int = 0) -> dict[Site, Sizes]:
+    """The sizes of these tensors, in one pass."""
+    tokens, keep = prompts.batch(model.device)
+    slots = {Site(site.block, "experts") for site in sites if "k" in model.sites.node(site).shape}
+    reduce: dict[Site, Callable[[Tensor], Any]] = dict.fromkeys(slots, torch.clone)
+    for site in sites:
+        most = 0 if model.sites.node(site).shape[-1] == "1" else channels
+        reduce[site] = partial(_of_pairs if site.tensor in SCORES else _of_rows, most)
+    made = model.run(tokens, keep, want=None, reduce=reduce).cache.reduced
+    found = {}
+    for site in sites:
+        l2, top, index, *sink = made[site]
+        if site.tensor in SCORES:
+            l2, top, index = l2[:, 0], top.movedim(1, -1), index.movedim(1, -1)
+        axes = _rest(model, site, tokens.shape[1])
+        count = torch.tensor(math.prod(axes.values()), device=l2.device)
+        if site.tensor in SCORES:  # the keys up to the query
+            count = model.dims.h * torch.arange(1, tokens.shape[1] + 1, device=l2.device)
+        where = _unravel(index, axes, made[Site(site.block, "experts")] if "k" in axes else None)
+        found[site] = Sizes(l2, l2 / count**0.5, top, where, sink[0] if site.tensor == "A" else None)
+    return found
 
 
-def _unravel(index: Tensor, axes: Sequence[str], sizes: Sequence[int], experts: Tensor | None) -> dict[str, Tensor]:
+def _rest(model: HookedModel, site: Site, length: int) -> dict[str, int]:
+    """The axes of a position, with their sizes."""
+    shape = model.sites.node(site).shape
+    axes = ("h", "S") if site.tensor in SCORES else shape[2:]
+    return {axis: length if axis == "S" else 1 if axis == "1" else model.dims.size(axis) for axis in axes}
+
+
+def _of_rows(channels: int, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of [B T ...]: l2, [B T]; the largest numbers, and where they are among those of their position, [B T n]."""
+    flat = value.flatten(2)
+    l2 = torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64)
+    index = flat.abs().topk(min(channels, flat.shape[-1]), dim=-1).indices
+    return l2, flat.gather(-1, index), index
+
+
+def _of_pairs(channels: int, value: Tensor) -> tuple[Tensor, ...]:
+    """The same of a chunk of queries, [B h t S], over the keys that they see; and what they give to the first, [B h t].
+    Queries stay on axis 2, where chunks are joined."""
+    seen = torch.where(value > forbidden(value.dtype) / 2, value, 0.0)
+    l2, top, index = _of_rows(channels, seen.transpose(1, 2))
+    return l2[:, None], top.movedim(-1, 1), index.movedim(-1, 1), value[..., 0]
+
+
+def _unravel(index: Tensor, axes: dict[str, int], experts: Tensor | None) -> dict[str, Tensor]:
     """A flat index over a position's axes, as the frame's columns: head, key, expert, and feature for a last axis."""
     where: dict[str, Tensor] = {}
-    for axis, size in reversed(list(zip(axes, sizes, strict=True))):
+    for axis, size in reversed(axes.items()):
         index, part = index // size, index % size
         if axis == "k":
-            assert experts is not None, "the decoder makes `experts` before any tensor with slots"
+            assert experts is not None, "`measure` asks for them"
             where["expert"] = experts.gather(-1, part)
-        else:
+        elif axis != "1":
             where[{"h": "head", "S": "key"}.get(axis, "feature")] = part
     return where
 
 
-def _places(prompts: Prompts, real: Tensor) -> pd.DataFrame:
+def _places(prompts: Prompts) -> pd.DataFrame:
     """Every real position of every prompt: ``example``, ``pos``, ``token``, ``role``."""
     rows = []
     for example, prompt in enumerate(prompts.rows):
@@ -142,19 +195,17 @@ def _places(prompts: Prompts, real: Tensor) -> pd.DataFrame:
             roles = [name for name, span in prompt.spans.items() if pos in span]
             role = ", ".join(roles) if roles else pd.NA
             rows.append({"example": example, "pos": pos, "token": prompts.tokenizer.token(token), "role": role})
-    assert len(rows) == int(real.sum())
     return pd.DataFrame(rows)
 
 
-def _table(model: HookedModel, site: Site, sizes: _Sizes, places: pd.DataFrame) -> pd.DataFrame:
+def _table(model: HookedModel, site: Site, sizes: Sizes, places: pd.DataFrame) -> pd.DataFrame:
     """The rows of one tensor: rms, l2 and its largest channels, each at every place."""
-    here = tuple(np.asarray(places[name]) for name in ("example", "pos"))
     channels = range(sizes.top.shape[-1])
     values = [sizes.rms, sizes.l2, *(sizes.top[..., i] for i in channels)]
     node = model.sites.node(site)
     table = places.iloc[np.tile(np.arange(len(places)), len(values))].assign(
         metric=np.repeat(["rms", "l2", *["max" for _ in channels]], len(places)),
-        value=np.concatenate([value.cpu().numpy()[here] for value in values]),
+        value=np.concatenate([_at(value, places) for value in values]),
         block=site.block,
         tensor=site.tensor,
         symbol=node.symbol,
@@ -162,5 +213,30 @@ def _table(model: HookedModel, site: Site, sizes: _Sizes, places: pd.DataFrame) 
     )
     sizeless = np.full(2 * len(places), np.nan)
     for name, index in sizes.where.items():
-        table[name] = np.concatenate([sizeless, *(index[..., i].cpu().numpy()[here] for i in channels)])
+        table[name] = np.concatenate([sizeless, *(_at(index[..., i], places) for i in channels)])
     return table
+
+
+def _at(value: Tensor, places: pd.DataFrame) -> NDArray[Any]:
+    """[B T] as one number a place."""
+    return np.asarray(value.cpu().numpy()[places["example"], places["pos"]])
+
+
+def _growth(site: Site, out: Sizes, sizes: Mapping[Site, Sizes], places: pd.DataFrame) -> pd.DataFrame:
+    """By how much a block makes the stream longer, where what goes into it was measured."""
+    assert site.block is not None, "x_next is a block's"
+    into = sizes.get(Site(site.block, "x_n"), sizes.get(Site(site.block - 1, "x_next")))
+    if into is None:
+        return places[:0]
+    return places.assign(metric="growth", value=_at(out.l2 / into.l2, places), block=site.block, tensor=site.tensor)
+
+
+def _sink(site: Site, given: Tensor, prompts: Prompts) -> pd.DataFrame:
+    """What each head's queries, the first apart, give to position 0."""
+    rows = []
+    for example, prompt in enumerate(prompts.rows):
+        queries = range(1, len(prompt.tokens))
+        even = float(np.mean([1 / (pos + 1) for pos in queries])) if queries else np.nan
+        for head, value in enumerate(given[example, :, list(queries)].double().mean(-1).tolist()):
+            rows.append({"example": example, "head": head, "value": value, "base": even})
+    return pd.DataFrame(rows).dropna().assign(metric="sink", key=0, block=site.block, tensor=site.tensor)

@@ -1,4 +1,4 @@
-"""Pictures of a study on disk: which ones a frame of effects makes, and saving them."""
+"""Pictures of studies on disk: saving them, and which ones a frame makes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 
 from experiments import plots
 from experiments.frames import BadPath
-from experiments.options import By
-from experiments.tables import PART
 
 DPI = 110
 
@@ -34,20 +32,46 @@ def save(ax: Axes, path: Path) -> Path:
     return path
 
 
-def heat_maps(df: pd.DataFrame, by: By | None) -> Iterator[tuple[str, Axes]]:
-    """Heat maps of an ablation's first metric, each with a name for its file.
+def head_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
+    """Heat maps of a frame of scores, block by head: the share of content, what content and position alone would leave
+    of the patterns, and the kinds of head; each with a name for its file."""
+    edits = df["edit"].fillna("") if "edit" in df else pd.Series("", df.index)
+    shown = (edits == "") | ((df["metric"] == "overlap") & (edits != "zero Q"))
+    for (metric, edit), part in df[shown].groupby(["metric", edits[shown]], sort=False):
+        name = "_".join([str(metric), *str(edit).split()])
+        yield name, plots.heatmap(part, y="block", x="head", limit=1.0)
 
-    Whole tensors: by block. Parts: one tensor by block; or several, a picture a block. Positions of prompts of several
-    shapes: a picture a shape.
-    """
-    here = df[df["metric"] == df["metric"].iloc[0]]
-    across = PART[by]
-    down = "block" if by and here["tensor"].nunique() == 1 else "tensor"
-    apart = [name for name in ("group", "block") if name in here and name not in (down, across)]
-    several = [name for name in apart if here[name].nunique() > 1]
-    for key, part in here.groupby(several, sort=False) if several else [((), here)]:
-        label = "_".join(
-            f"block{part['block'].iloc[0]}" if name == "block" else f"shape{list(here['group'].unique()).index(value)}"
-            for name, value in zip(several, key, strict=True)
-        )
-        yield "_".join(filter(None, ("effects", label))), plots.heatmap(part, y=down, x=across)
+
+def size_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
+    """Pictures of a frame of norms: the residual stream through the blocks, and what heads give to position 0."""
+    yield "norms", plots.norms(df)
+    if len(sinks := df[df["metric"] == "sink"]):
+        title = "Attention to position 0, the mean over later queries"
+        yield "sinks", plots.heatmap(sinks, y="block", x="head", limit=1.0, title=title)
+
+
+def load_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
+    """Heat maps of a frame of routing, by expert: how far loads are from even, and of several sets how far from what
+    tokens predict. Of one set by block; of several a picture a block, set by set."""
+    several = df["prompts"].nunique() > 1
+    for metric, what in {"load": "off even", "load_given_token": "beyond the token"}.items():
+        here = df[df["metric"] == metric]
+        if not several and len(here):
+            yield metric, plots.heatmap(here, y="block", x="expert", title=f"Load, {what}", numbers=False)
+        for block in here["block"].unique() if several else ():
+            part, title = here[here["block"] == block], f"Load, {what}: block {block}"
+            yield f"{metric}_block{block}", plots.heatmap(part, y="prompts", x="expert", title=title, numbers=False)
+
+
+def comparison_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
+    """Heat maps of two models: weights by block, sizes relative to the first model's, loads by expert."""
+    inside = df[df["block"].notna()]
+    whole = inside[inside["expert"].isna()] if "expert" in df else inside
+    yield "weights", plots.heatmap(whole, metric="relative_change", title=f"Weights: {df['model'].iloc[0]}")
+    sizes = whole[(whole["metric"] == "rms") & whole["pos"].isna()] if "pos" in df else whole[:0]
+    if len(sizes):
+        shares = sizes.assign(effect=sizes["effect"] / sizes["base"])
+        yield "sizes", plots.heatmap(shares, title=f"Sizes, as a share of the first model's: {df['model'].iloc[0]}")
+    loads = inside[inside["metric"] == "load"]
+    if len(loads):
+        yield "loads", plots.heatmap(loads, y="block", x="expert", title="Loads of experts", numbers=False)

@@ -1,7 +1,8 @@
 """Pictures of frames: each function takes a frame and an optional `Axes`, draws, and returns the `Axes`.
 
 Labels come from the card (symbols) and the frame (metric, unit, tokens). Signed data is centred at zero; what was not
-measured is grey, what was measured and has no value is hatched, and a frame without rows says so.
+measured is grey, what was measured and has no value is crossed out, what is not told from rounding is hatched, and a
+frame without rows says so.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from matplotlib.colors import Colormap, Normalize, to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
+from experiments.effects import told, where
 from experiments.frames import COLUMNS, IDENTITY, BadFrame, tensors
+from experiments.stats import below_floor
 from probe.errors import nearest
 
 DIVERGING, SEQUENTIAL = "RdBu", "Blues"
 """Red below zero, white at zero, blue above; the second for data that is never below."""
 
-INK, SOFT, UNMEASURED = "#22262b", "#6b7280", "#e3e4e6"
-"""Of text and outlines, of notes and wires, and the fill of what was not measured."""
+INK, SOFT, FAINT, UNMEASURED = "#22262b", "#6b7280", "#9ea4ad", "#e3e4e6"
+"""Of text and outlines, of notes and wires, of hatching, and the fill of what was not measured."""
+
+CROSSED, HATCHED = "xxxx", "////"
+"""The marks of what has no value, and of what is not told from rounding."""
 
 SIZE, SMALL, SYMBOL = 9.5, 8.0, 10.5
 """Font sizes in points, of text, notes and symbols."""
@@ -50,9 +56,12 @@ AXES = {
     "expert": "expert",
     "token": "token",
     "example": "prompt",
+    "prompts": "set of prompts",
     "group": "group",
     "feature": "feature",
     "alpha": "α",
+    "sender": "sender",
+    "receiver": "receiver",
 }
 """The columns that an axis of a heat map may show, with their labels."""
 
@@ -62,7 +71,8 @@ AXES = {
 
 @dataclass(frozen=True)
 class Cells:
-    """One number a cell, out of a frame: ``table`` has the columns asked for, ``value`` and, if known, ``same_as``."""
+    """One number a cell, out of a frame: ``table`` has the columns asked for, ``value`` and, if known, ``same_as`` and
+    ``faint``, whether it is below the noise floor."""
 
     table: pd.DataFrame
     label: str
@@ -75,51 +85,74 @@ class Cells:
 
 
 def cells(df: pd.DataFrame, by: Sequence[str], *, value: str | None = None, metric: str | None = None) -> Cells:
-    """The numbers to draw: column ``value`` (``effect`` where it was measured, else ``value``) of one metric
-    by some columns.
+    """The numbers to draw: column ``value`` (by default as `experiments.effects.told`) of one metric by some columns.
 
     Several prompts in a cell are averaged, over ``example`` alone: a plot never averages positions, heads or blocks.
 
     Raises:
-        BadFrame: a column or a metric that the frame lacks, more than one metric or unit to choose from, or rows of
-            one cell that differ in more than the prompt.
+        BadFrame: a column or a metric that the frame lacks, more than one metric or unit to choose from, rows of one
+            cell that differ in more than the prompt, or a mean of what prompts recover, which says nothing.
     """
     for name in (*by, *([value] if value else []), "metric"):
         if name not in df:
             near = nearest(name, list(df.columns))
             raise BadFrame(f"the frame has no column {name!r}." + (f" Nearest: {', '.join(near)}." if near else ""))
+    df, metric = of_metric(df, metric)
+    value = value or told(df, by)
+    by_prompt = "example" in df and "example" not in by
+    if value == "recovered" and by_prompt:
+        raise BadFrame("a mean of what prompts recover says nothing: measure without per_prompt, or draw by example.")
+    if COLUMNS[value].dtype != "Float64" or value in IDENTITY:
+        raise BadFrame(f"column {value!r} is {COLUMNS[value].meaning}: not a measurement to draw.")
+    units = [str(unit) for unit in df["unit"].dropna().unique()] if "unit" in df else []
+    if len(units) > 1:
+        raise BadFrame(f"{metric} comes in {len(units)} units: {', '.join(units)}.")
+    if {"effect", "noise_floor"} <= set(df) and not by_prompt:
+        effect, floor = (df[name].to_numpy(dtype=float, na_value=np.nan) for name in ("effect", "noise_floor"))
+        df = df.assign(faint=below_floor(effect, floor))
+    groups = df.groupby(list(by), dropna=False, observed=True, sort=True)
+    _check_alike(df, groups, by)
+    keep = [name for name in ("same_as", "token", "role", "faint") if name in df and name not in by]
+    table = groups.agg(**{"value": (value, "mean")}, **{name: (name, "first") for name in keep}).reset_index()
+    band = df["noise_floor"].max() if "noise_floor" in df and value != "recovered" else pd.NA  # it is of the metric
+    unit = f" [{units[0]}]" if units and units[0] != "1" and value != "recovered" else ""
+    return Cells(table, _label(df, metric, value) + unit, float(band) if pd.notna(band) else 0.0)
+
+
+def of_metric(df: pd.DataFrame, metric: str | None) -> tuple[pd.DataFrame, str]:
+    """The rows of one metric, and its name; None: of the only one.
+
+    Raises:
+        BadFrame: the frame lacks it, or has several to choose from.
+    """
     metrics = list(df["metric"].dropna().unique())
     if metric is not None and len(df) and metric not in metrics:
         raise BadFrame(f"the frame has no metric {metric!r}; it has {', '.join(metrics)}.")
     if metric is None and len(metrics) > 1:
         raise BadFrame(f"the frame has {len(metrics)} metrics; choose one with metric=: {', '.join(metrics)}.")
     metric = metric or (metrics[0] if metrics else "nothing measured")
-    df = df[df["metric"] == metric]
-    value = value or ("effect" if "effect" in df and df["effect"].notna().any() else "value")
-    if COLUMNS[value].dtype != "Float64" or value in IDENTITY:
-        raise BadFrame(f"column {value!r} is {COLUMNS[value].meaning}: not a measurement to draw.")
-    units = [str(unit) for unit in df["unit"].dropna().unique()] if "unit" in df else []
-    if len(units) > 1:
-        raise BadFrame(f"{metric} comes in {len(units)} units: {', '.join(units)}.")
+    return df[df["metric"] == metric], metric
+
+
+def _check_alike(df: pd.DataFrame, groups: Any, by: Sequence[str]) -> None:
+    """Refuse rows of one cell that differ in more than the prompt."""
     follows = {"symbol", "step", "example", "metric", "unit"}  # what may differ between the rows of one cell
     follows |= {"group"} if "example" in df else set()
     follows |= {"token", "role"} if "pos" in by else {"token", "pos"} if "role" in by else set()
-    groups = df.groupby(list(by), dropna=False, observed=True, sort=True)
     for name in IDENTITY:
         if name in df and name not in by and name not in follows and (groups[name].nunique(dropna=False) > 1).any():
             some = ", ".join(str(x) for x in df[name].unique()[:4])
             raise BadFrame(f"rows of one cell differ in {name!r} ({some}): keep one, or put {name!r} on an axis.")
     if df.duplicated([*by, *(["example"] if "example" in df else [])]).any():
         raise BadFrame(f"several rows of one prompt in a cell by {', '.join(by)}: keep one of them.")
-    keep = [name for name in ("same_as", "token", "role") if name in df and name not in by]
-    table = groups.agg(**{"value": (value, "mean")}, **{name: (name, "first") for name in keep}).reset_index()
+
+
+def _label(df: pd.DataFrame, metric: str, value: str) -> str:
+    """What the numbers are, without their unit."""
     from_zero = "base" in df and bool(df["base"].eq(0).fillna(False).all())  # a distance: its change is itself
-    floor = df["noise_floor"].max() if "noise_floor" in df else pd.NA
-    what = {"effect": "{}" if from_zero else "change of {}", "value": "{}", "base": "{} of the base"}.get(
-        value, f"{{}}: {value.replace('_', ' ')}"
-    )
-    unit = f" [{units[0]}]" if units and units[0] != "1" and value != "recovered" else ""
-    return Cells(table, what.format(metric.replace("_", " ")) + unit, float(floor) if pd.notna(floor) else 0.0)
+    named = {"effect": "{}" if from_zero else "change of {}", "value": "{}", "base": "{} of the base"}
+    named["recovered"] = "{} recovered"
+    return named.get(value, f"{{}}: {value.replace('_', ' ')}").format(metric.replace("_", " "))
 
 
 @dataclass(frozen=True)
@@ -320,12 +353,12 @@ def heatmap(
         df: rows of one metric, or of several with ``metric``.
         ax: where to draw; a new figure of notebook width without.
         y, x: columns for the two axes (see `AXES`). Positions are labelled with their tokens.
-        value: the column to draw, in the metric's unit; ``effect`` where it was measured, else ``value``.
+        value: the column to draw, in the metric's unit; see `cells`.
         limit: the largest size with a colour of its own (unit of the data); by default the largest there is.
         numbers: write each number into its cell; by default where cells are wide enough.
 
-    Cells equal by construction (``same_as``) carry like discs; grey cells were not measured, hatched ones have no
-    value.
+    Cells equal by construction (``same_as``) carry like discs; grey cells were not measured, crossed ones have no
+    value, hatched ones are below the noise floor.
 
     Raises:
         BadFrame: see `cells`; an axis that is none; or positions of prompts of different shape on one axis.
@@ -338,7 +371,7 @@ def heatmap(
     picture = cells(df, (y, x), value=value, metric=metric)
     table = picture.table
     tokens = {axis: _tokens(df, axis) for axis in (x, y) if axis == "pos" and len(table)}
-    rows, columns = _levels(table[y]), _levels(table[x])
+    rows, columns = (_levels(of_metric(df, metric)[0][axis]) for axis in (y, x))
     if ax is None:
         height = max(2.8, 0.175 * len(rows) + 1.4)
         _, ax = plt.subplots(figsize=(9, height), layout="constrained")
@@ -353,34 +386,29 @@ def heatmap(
     colours = Colours.of(grid, limit=limit)
     ax.set_facecolor(UNMEASURED)
     ax.imshow(grid, cmap=colours.cmap, norm=colours.norm, aspect="auto", interpolation="nearest")
-    lost = measured & ~np.isfinite(grid)
-    for i, j in zip(*np.nonzero(lost), strict=True):
-        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor="white", edgecolor=SOFT, hatch="/////", lw=0))
+    lost, faint = measured & ~np.isfinite(grid), np.zeros(grid.shape, dtype=bool)
+    faint[tuple(np.array(at).T)] = table.get("faint", False)
+    _strike(ax, lost, facecolor="white", hatch=CROSSED)
+    _strike(ax, faint & ~lost, facecolor="none", hatch=HATCHED)
     wide = len(columns) <= 9 if numbers is None else numbers
     if wide:
         for i, j in zip(*np.nonzero(np.isfinite(grid)), strict=True):
             ax.text(j, i, short(grid[i, j]), ha="center", va="center", fontsize=SMALL, color=colours.ink(grid[i, j]))
     _ticks(ax, rows, columns, y, x, tokens)
-    by_row: dict[int, dict[int, int]] = {}
-    for index, (down, across) in zip(table.index, at, strict=True):
-        by_row.setdefault(down, {})[across] = number_of.get(index, 0)
-    for down, discs in by_row.items():
-        if len(set(discs.values())) == 1 and y == "tensor":  # throughout the row: say it once, at its name
-            if number_of:
-                ax.tick_params(axis="y", pad=17)
-                badge(ax, -9, down, discs[min(discs)], beside=True)
-            continue
-        for across, number in discs.items():
-            if len(columns) <= 30:
-                badge(ax, across - 0.4 if wide else across, down, number)
-            elif number:
-                ax.plot(across, down, "o", ms=3, color=group_colour(number))
+    if number_of:
+        by_row: dict[int, dict[int, int]] = {}
+        for index, (down, across) in zip(table.index, at, strict=True):
+            by_row.setdefault(down, {})[across] = number_of.get(index, 0)
+        _discs(ax, by_row, at_names=y == "tensor", wide=wide, small=len(columns) > 30)
     colours.bar(picture, ax=ax, pad=0.015, aspect=40, fraction=0.04)
-    notes = [
+    shape = list(df["group"].unique()) if {"pos", "key"} & {x, y} and "group" in df else []
+    notes = [f"prompts: {shape[0]}"] if len(shape) == 1 and "example" not in df else []
+    notes += [
         note
         for note, there in (
             ("grey: not measured", not measured.all()),
-            ("hatched: no value", bool(lost.any())),
+            ("crossed: no value", bool(lost.any())),
+            ("hatched: below the noise floor", bool(faint.any())),
             (
                 f"alike discs: equal {'along a row' if x == 'tensor' else 'in a column'} by construction",
                 bool(number_of),
@@ -389,8 +417,28 @@ def heatmap(
         )
         if there
     ]
-    heading(ax, _title(df, picture) if title is None else title, notes)
+    heading(ax, titled(df, picture, (x, y)) if title is None else title, notes)
     return ax
+
+
+def _strike(ax: Axes, marked: np.ndarray[Any, Any], **how: Any) -> None:
+    """Mark cells all over."""
+    for i, j in zip(*np.nonzero(marked), strict=True):
+        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=FAINT, lw=0, **how))
+
+
+def _discs(ax: Axes, by_row: Mapping[int, Mapping[int, int]], *, at_names: bool, wide: bool, small: bool) -> None:
+    """The numbered discs of equal cells; at a row's name where all of it has one."""
+    for down, discs in by_row.items():
+        if len(set(discs.values())) == 1 and at_names:
+            ax.tick_params(axis="y", pad=17)
+            badge(ax, -9, down, discs[min(discs)], beside=True)
+            continue
+        for across, number in discs.items():
+            if not small:
+                badge(ax, across - 0.4 if wide else across, down, number)
+            elif number:
+                ax.plot(across, down, "o", ms=3, color=group_colour(number))
 
 
 def _level(x: Any) -> Any:
@@ -475,17 +523,24 @@ def _ticks(
     ax.tick_params(which="minor", length=0)
 
 
-def _title(df: pd.DataFrame, picture: Cells) -> str:
-    """What the frame says of itself: the edit, what was measured, over how many."""
+def titled(df: pd.DataFrame, picture: Cells, shown: Sequence[str]) -> str:
+    """What the frame says of itself besides what is shown: the edit, of what, what was measured, over how many."""
     edits = [str(e) for e in df["edit"].dropna().unique()] if "edit" in df else []
+    ways = list(df["direction"].dropna().unique()) if "direction" in df else []
+    names = [] if "tensor" in shown or "tensor" not in df else list(df["tensor"].dropna().unique())
+    what = [*(edits if len(edits) == 1 else []), *(ways if len(ways) == 1 else [])]
+    what += [symbol(str(names[0]))] if len(names) == 1 else []
+    what += [place] if edits and (place := where(df, shown)) else []
     n = df["n"].max() if "n" in df else df["example"].nunique() if "example" in df else 0
     label = picture.label.split(" [")[0]
-    label = f"{edits[0].capitalize()}: {label}" if len(edits) == 1 else label.replace("change of", "Change of")
-    return label + _base(df) + (f", n = {n}" if pd.notna(n) and n > 1 else "")
+    label = f"{', '.join(what)}: {label}" if what else label
+    return label[:1].upper() + label[1:] + _base(df, picture) + (f", n = {n}" if pd.notna(n) and n > 1 else "")
 
 
-def _base(df: pd.DataFrame) -> str:
-    """What the metric is without the edit, where that is one number: what all of it would be."""
+def _base(df: pd.DataFrame, picture: Cells) -> str:
+    """What the metric is without the edit, where that is one number: what all of a change would be."""
+    if "change" not in picture.label:
+        return ""
     bases = {round(float(base), 3) for base in df["base"].dropna()} if {"base", "effect"} <= set(df) else set()
     return f" from {short(bases.pop())}" if len(bases) == 1 and bases != {0.0} else ""
 
@@ -538,7 +593,7 @@ def norms(df: pd.DataFrame, ax: Axes | None = None, *, metric: str = "rms", titl
         named = f" ({token[0]})" if len(token) == 1 else ""
         ax.plot(apart.index, apart[0.5], color=red, lw=1.8, marker="s", ms=dots, label=f"position 0{named}")
     ax.set_yscale("log")
-    _stream_ticks(ax, sorted(set(spot)))
+    stream_ticks(ax, sorted(set(spot)))
     units = list(here["unit"].dropna().unique()) if "unit" in here else []
     ax.set_ylabel(metric + (f" [{units[0]}]" if len(units) == 1 and units[0] != "1" else ""), fontsize=SIZE, color=INK)
     ax.tick_params(labelsize=SMALL, colors=INK)
@@ -558,7 +613,7 @@ def norms(df: pd.DataFrame, ax: Axes | None = None, *, metric: str = "rms", titl
     return ax
 
 
-def _stream_ticks(ax: Axes, spots: list[float]) -> None:
+def stream_ticks(ax: Axes, spots: list[float]) -> None:
     """The residual stream's own symbols: $x_0$, then a block's middle and end."""
     last = max(spots)
     every = max(1, round(last / 16))

@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import islice, permutations
 from pathlib import Path
 from string import Formatter
 from textwrap import shorten
@@ -29,9 +29,10 @@ from probe import TINY, Tokenizer
 from probe.errors import BadText, asking, nearest
 from probe.text import Batch
 
+_TEXTS = ("clean", "corrupt")
 _WORDS = ("answer", "wrong")
 _NAMED = ("spans", "corrupt_spans", "slots", "corrupt_slots")
-_KEYS = ("task", "clean", "corrupt", *_WORDS, "group", "template", *_NAMED, "split")
+_KEYS = ("task", *_TEXTS, *_WORDS, "label", "group", "template", *_NAMED, "split")
 
 
 class Shape(NamedTuple):
@@ -89,6 +90,7 @@ class Prompt:
         tokens: its ids, with what the tokenizer puts in front.
         corrupt: the text that differs in what the answer hangs on; None where there is none.
         answer, wrong: the right continuation and a wrong one.
+        label: what a probe is to read out of ``clean``: a class, or a number.
         group: rows of one group are not independent: averages count the group once.
         template: what it was made from; empty where unknown.
         spans: name → token positions. ``END``, the last token, is always there.
@@ -105,6 +107,7 @@ class Prompt:
     spans: Mapping[str, range] = field(hash=False)
     corrupt_tokens: tuple[int, ...] | None = None
     corrupt_spans: Mapping[str, range] | None = field(default=None, hash=False)
+    label: str | float | None = None
 
     @property
     def shape(self) -> Shape:
@@ -118,10 +121,11 @@ class Prompt:
 
         Args:
             row: ``clean``, or ``template`` (``The capital of {subject} is``) with ``slots`` (``{"subject": "Peru"}``).
-                All else is optional: ``corrupt``, or ``corrupt_slots`` with those slots that differ; ``answer`` and
-                ``wrong``, a text or a list of accepted spellings; ``group``; ``spans``: name → [first character, one
-                past the last] in ``clean``; ``corrupt_spans``, needed where clean and corrupt are of unequal length.
-                Slots are spans.
+                ``clean`` may be a chat, a list of messages: `Tokenizer.chat` opens the reply and names the spans. All
+                else is optional: ``corrupt``, likewise, or ``corrupt_slots`` with those slots that differ; ``answer``
+                and ``wrong``, a text or a list of accepted spellings; ``label``, a text or a number; ``group``;
+                ``spans``: name → [first character, one past the last] in ``clean``; ``corrupt_spans``, needed where
+                clean and corrupt are of unequal length. Slots are spans.
 
         Raises:
             BadText: what is wrong with the row.
@@ -143,10 +147,11 @@ class Prompt:
             clean.spans,
             corrupt and corrupt.tokens,
             corrupt and corrupt.spans,
+            row.get("label"),
         )
 
     def swapped(self) -> Prompt:
-        """Clean and corrupt exchanged; answer and wrong stay as they are.
+        """Clean and corrupt exchanged; answer and wrong stay as they are, a label of clean is dropped.
 
         Raises:
             BadText: there is no corrupt text.
@@ -161,6 +166,7 @@ class Prompt:
             corrupt=self.clean,
             corrupt_tokens=self.tokens,
             corrupt_spans=self.spans,
+            label=None,
         )
 
 
@@ -175,9 +181,15 @@ def _check_keys(row: Any) -> None:
         value = row.get(key)
         if value is None or isinstance(value, Mapping if key in _NAMED else str):
             continue
+        if key == "label" and isinstance(value, int | float):
+            continue
+        if key in _TEXTS and isinstance(value, list | tuple):
+            continue  # the tokenizer checks messages
         if key in _WORDS and isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
             continue
-        kind = "an object" if key in _NAMED else "text, or a list of spellings" if key in _WORDS else "text"
+        kinds = {**dict.fromkeys(_NAMED, "an object"), **dict.fromkeys(_WORDS, "text, or a list of spellings")}
+        kinds |= {**dict.fromkeys(_TEXTS, "text, or a list of messages"), "label": "text or a number"}
+        kind = kinds.get(key, "text")
         raise BadText(f"{key} is {value!r}; it should be {kind}.")
 
 
@@ -199,7 +211,13 @@ class _Side(NamedTuple):
     spans: Mapping[str, range]
 
 
-def _side(text: str, ranges: Mapping[str, Any], tokenizer: Tokenizer) -> _Side:
+def _side(text: str | list[Any] | tuple[Any, ...], ranges: Mapping[str, Any], tokenizer: Tokenizer) -> _Side:
+    if not isinstance(text, str):
+        if ranges:
+            raise BadText("spans are ranges of a text; those of a chat are its roles.")
+        chat = tokenizer.chat(text)
+        last = chat.tokens.shape[1] - 1
+        return _Side(chat.text, tuple(chat.tokens[0].tolist()), {"END": range(last, last + 1), **chat.spans})
     tokens, places = tokenizer.encode(text), tokenizer.spans(text)
     spans = {"END": range(len(tokens) - 1, len(tokens))}
     spans.update({name: _positions(name, span, text, places) for name, span in ranges.items()})
@@ -231,9 +249,11 @@ def _corrupt(row: Mapping[str, Any], clean: _Side, tokenizer: Tokenizer) -> _Sid
         if ranges is not None:
             raise BadText("corrupt_spans goes with corrupt, which is missing.")
         return None
+    if isinstance(text, str) != isinstance(row.get("clean", ""), str):
+        raise BadText("one of clean and corrupt is a chat and the other a text; give two of a kind.")
     with asking("corrupt"):
         other = _side(text, ranges or {}, tokenizer)
-    if ranges is not None:
+    if ranges is not None or not isinstance(text, str):
         if odd := sorted(other.spans.keys() ^ clean.spans.keys()):
             raise BadText(f"spans and corrupt_spans name the same spans; only one of them has {odd[0]!r}.")
         return other
@@ -375,6 +395,7 @@ class Prompts:
         text: str,
         tokenizer: Tokenizer,
         *,
+        corrupt: str | None = None,
         answer: str | None = None,
         wrong: str | None = None,
         directory: str | Path = TINY,
@@ -385,7 +406,7 @@ class Prompts:
         Raises:
             BadText: the text is empty, or has unknown words.
         """
-        prompt = Prompt.of({"clean": text, "answer": answer, "wrong": wrong}, tokenizer)
+        prompt = Prompt.of({"clean": text, "corrupt": corrupt, "answer": answer, "wrong": wrong}, tokenizer)
         file = Path(directory) / "reference" / "text.jsonl"
         documents = _documents(file) if file.exists() else ()
         cut = [_cut(document, len(prompt.tokens), tokenizer) for document in documents]
@@ -393,6 +414,19 @@ class Prompts:
         notes = () if theirs else (f"No reference text is as long as this prompt's {len(prompt.tokens)} tokens.",)
         reference = cls(theirs, tokenizer, f"reference/{file.stem}") if theirs else None
         return cls((prompt,), tokenizer, shorten(text, 60, placeholder=" …"), reference, notes)
+
+    @classmethod
+    def documents(cls, tokenizer: Tokenizer, n: int | None = None, directory: str | Path = TINY) -> Prompts:
+        """Plain text, without answers: the first ``n`` documents of ``reference/text.jsonl``; None: all.
+
+        Raises:
+            BadText: there are none, or fewer; or they have unknown words.
+        """
+        file = Path(directory) / "reference" / "text.jsonl"
+        texts = list(islice(_documents(file), n))
+        if n is not None and len(texts) < n:
+            raise BadText(f"{file} holds {len(texts)} documents, and {n} are asked for.")
+        return cls.of([{"clean": text} for text in texts], tokenizer, name="reference/text")
 
     def shapes(self) -> dict[Shape, list[int]]:
         """Shape → the rows that have it, in order."""
@@ -464,7 +498,7 @@ class Prompts:
         if long := [i for i, answer in enumerate(answers) if not answer.one_token]:
             raise BadText(
                 f"{self.name}: the {key} of row {long[0]}, {str(answers[long[0]])!r}, has several tokens, and here only"
-                " the next one is read; ask experiments.metrics.teacher_forced, or for other metrics."
+                " the next one is read; experiments.asking.Ask forces the others."
             )
         most = max(len(answer.tokens) for answer in answers)
         rows = [[tokens[0] for tokens in answer.tokens] for answer in answers]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import pandas as pd
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from experiments.frames import BadPath
+from experiments import stats
+from experiments.fingerprint import fingerprint
+from experiments.frames import BadPath, frame
+from experiments.prompts import Prompts
 from hooks import HookedModel
 from probe.card import Leaf, Step, letters
 from probe.errors import OutOfRange, UnknownTensor
 from probe.sites import Site
-from probe.weights import weight_sites
 
 
 def chosen_blocks(model: HookedModel, blocks: Sequence[int] | None) -> list[int]:
@@ -84,13 +90,16 @@ def dims_of(node: Step | Leaf) -> set[str]:
     return {letter for axis in node.shape for letter in letters(axis)}
 
 
+def numel(model: HookedModel, site: Site, batch: int, length: int) -> int:
+    """How many numbers a tensor holds on so many rows of so many tokens."""
+    sizes = {"B": batch, "T": length, "S": length, "1": 1}
+    parts = [letter for axis in model.sites.node(site).shape for letter in letters(axis)]
+    return math.prod(sizes[part] if part in sizes else model.dims.size(part) for part in parts)
+
+
 def identity(model: HookedModel, name: str | None = None) -> str:
     """What tells a model from another in a frame: a name, and a digest of its sizes and weights."""
-    weights = model.decoder.weights
-    digest = hashlib.blake2s(repr(model.dims).encode(), digest_size=4)
-    for block, leaf in weight_sites(model.dims):
-        values = weights.read(block, leaf.name).detach().cpu().contiguous()
-        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    digest = hashlib.blake2s(repr(model.dims).encode() + fingerprint(model.decoder.weights).encode(), digest_size=4)
     return f"{name or 'model'} {digest.hexdigest()}"
 
 
@@ -118,3 +127,82 @@ def activation_dtype(model: HookedModel) -> str:
 def progress(total: int, what: str) -> tqdm[NoReturn]:
     """A progress bar on a terminal; nothing elsewhere."""
     return tqdm(total=total, desc=what, unit="run", leave=False, disable=not sys.stderr.isatty())
+
+
+# ---- what was looked at, prompt by prompt ----------------------------------------------------------------------------
+
+
+class Reading(NamedTuple):
+    """One thing that was looked at, without an edit: a number for each prompt.
+
+    Attributes:
+        what: the frame's columns that say what it is.
+        values: [B]; NaN where a prompt has none.
+        base: [B], what to hold the values against; None: nothing.
+        per: [B], where the number is a ratio of two means: the one below. ``values`` is then the one above.
+    """
+
+    what: Mapping[str, Any]
+    metric: str
+    unit: str
+    values: Tensor
+    base: Tensor | None = None
+    per: Tensor | None = None
+
+
+def report(
+    model: HookedModel,
+    prompts: Prompts,
+    readings: Sequence[Reading],
+    *,
+    study: str,
+    per_prompt: bool,
+    name: str | None,
+    **common: Any,
+) -> pd.DataFrame:
+    """A frame of readings: averages over groups, ``n`` of them, with their interval; or a row for each prompt.
+
+    Args:
+        name: of the model; see `identity`.
+        common: columns that are the same in all rows.
+    """
+    what = pd.DataFrame([{**one.what, "metric": one.metric, "unit": one.unit} for one in readings])
+    values = _stacked([one.values for one in readings])
+    base = _stacked([torch.full_like(one.values, torch.nan) if one.base is None else one.base for one in readings])
+    per = _stacked([torch.ones_like(one.values) if one.per is None else one.per for one in readings])
+    rows = _by_prompt(prompts, what, values / per, base) if per_prompt else _averages(prompts, what, values, base, per)
+    known = {"model": identity(model, name), "prompts": prompts.name, "dtype": activation_dtype(model)}
+    return frame(rows.assign(**known, numerics=model.decoder.numerics, **common), study=study)
+
+
+def _stacked(rows: Sequence[Tensor]) -> stats.Numbers:
+    return torch.stack([row.detach().double().cpu() for row in rows]).numpy()
+
+
+def _averages(
+    prompts: Prompts, what: pd.DataFrame, values: stats.Numbers, base: stats.Numbers, per: stats.Numbers
+) -> pd.DataFrame:
+    groups = [prompt.group for prompt in prompts.rows]
+    above, below = (stats.units(x, groups) for x in (values, np.where(np.isnan(values), np.nan, per)))
+    low, high = stats.interval(above, below)
+    plain = stats.summary(values, np.zeros(len(groups)), groups)
+    return what.assign(
+        value=stats.recovered(above, below),
+        base=stats.recovered(stats.units(base, groups), stats.units(np.ones_like(base), groups)),
+        n=plain["n"],
+        stderr=np.where(((below != 1) & ~np.isnan(below)).any(-1), np.nan, plain["stderr"]),
+        ci_low=low,
+        ci_high=high,
+    )
+
+
+def _by_prompt(prompts: Prompts, what: pd.DataFrame, values: stats.Numbers, base: stats.Numbers) -> pd.DataFrame:
+    B = len(prompts)
+    groups = [prompt.group for prompt in prompts.rows]
+    return what.loc[what.index.repeat(B)].assign(
+        example=np.tile(np.arange(B), len(what)),
+        group=np.tile(np.array(groups, dtype=object), len(what)),
+        value=values.ravel(),
+        base=base.ravel(),
+        n=1,
+    )

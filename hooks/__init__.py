@@ -2,6 +2,7 @@
 
 from hooks import reduce
 from hooks.cache import Cache
+from hooks.cells import Cell, Live, Outcome
 from hooks.dictionary import Dictionary
 from hooks.edits import (
     Edit,
@@ -16,6 +17,7 @@ from hooks.edits import (
     patch,
     project_out,
     resample,
+    rounded,
     scale,
     set_to,
     splice,
@@ -23,15 +25,20 @@ from hooks.edits import (
 )
 from hooks.estimate import Estimate, estimate
 from hooks.model import HookedModel
+from hooks.neurons import neuron_effects
 from hooks.run import Run
+from hooks.sweep import outlook, sweep
 from probe.sites import Site
 
 __all__ = [
     "Cache",
+    "Cell",
     "Dictionary",
     "Edit",
     "Estimate",
     "HookedModel",
+    "Live",
+    "Outcome",
     "Run",
     "Site",
     "add",
@@ -42,13 +49,17 @@ __all__ = [
     "freeze",
     "knock_out",
     "mean",
+    "neuron_effects",
     "noise",
+    "outlook",
     "patch",
     "project_out",
     "reduce",
     "resample",
+    "rounded",
     "scale",
     "set_to",
     "splice",
+    "sweep",
     "zero",
 ]

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hooks.edits import PER_SLOT, ROTATED, SCORES, Edit, Freeze, Mean, Patch, Resample, Zero, onto
+from hooks.edits import (
+    PER_SLOT,
+    ROTATED,
+    SCORES,
+    Add,
+    Edit,
+    Exclude,
+    Force,
+    Freeze,
+    Function,
+    KnockOut,
+    Mean,
+    Noise,
+    Patch,
+    Project,
+    Resample,
+    Scale,
+    Set,
+    Zero,
+    onto,
+)
 from hooks.where import FEATURE, Mask, Numbers, Place, Rows, along, axis_of, indices, one_hot
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, ShapeMismatch, Unmatched, asking
 from probe.numerics import forbidden, position_ids, rotate, rotation
 from probe.sites import Site, Sites
+from probe.weights import weight_shape
 
 if TYPE_CHECKING:
+    from hooks.dictionary import Dictionary
     from hooks.sources import Source
     from probe.engine import Weights
 
@@ -32,13 +56,23 @@ class At:
         self.node: Step | Leaf = sites.node(site)
         self.dims: Dims = sites.dims
         self.where: dict[str, Place] = dict(edit.where)
+        self.into = self._into()
+        """Readers that alone see it; empty: all do."""
         self.seen: Mapping[str, Tensor] = {}
         self.touched = 0
         self.moved = False
+        self.narrow: Tensor | None = None
+        """[B n]: the places that values are of; None: they are of all."""
+        self.parts: Sequence[At] = ()
+        """Those for whom it acts `together`; empty: for itself."""
         self.among = self._among()
         self._check_bounds()
         self.draw: list[int] = []
         self.came_from: Tensor | None = None
+        given = getattr(edit.how, "source", None)
+        if given is not None and not hasattr(given, "read" if self.is_weight else "cache"):
+            kind = "weights, not from a run" if self.is_weight else "a run or a cache, not from weights"
+            raise BadEdit(f"{edit}: what it puts there comes from {kind}.")
         if isinstance(edit.how, Mean):
             self._check_source(edit.how.source)
         if (source := self.source) is not None:
@@ -51,6 +85,7 @@ class At:
             if not by_slot:
                 self.draw = self._draw(source)
                 self.came_from = self._came_from(source)
+        self._check_meaning()
 
     # ---- what it is bound to -----------------------------------------------------------------------------------
 
@@ -77,11 +112,24 @@ class At:
         return isinstance(self.edit.how, Mean | Resample | Patch | Freeze) or bool({"e", "k"} & set(self.where))
 
     @property
+    def adds(self) -> bool:
+        """Whether it may put experts behind the k slots: those that only its source chose."""
+        return self.node.name == "delta_experts" and self.source is not None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether what it makes at one position may hang on others."""
+        how = self.edit.how
+        return (isinstance(how, Function) and not how.position_wise) or (isinstance(how, Noise) and how.relative)
+
+    @property
     def whole(self) -> bool:
         """Whether nothing of the old value is left for those who read it."""
-        return self.edit.how.replaces and not (
-            self.edit.where or self.edit.into or self.edit.within or self.edit.through
-        )
+        return self.edit.how.replaces and not (self.edit.where or self.into or self.edit.within or self.edit.through)
+
+    def _into(self) -> tuple[str, ...]:
+        readers = {step.name for step in self.sites.card(self.site.block).readers(self.site.tensor)}
+        return () if readers <= set(self.edit.into) else self.edit.into
 
     def _among(self) -> list[int]:
         """The rows that it acts on."""
@@ -113,6 +161,43 @@ class At:
             assert not isinstance(place, str | Mask)
             indices(place, self._size(dim), f"{what} ({DIMS.get(dim, 'latents of the dictionary')})")
 
+    def _check_meaning(self) -> None:
+        """Refuse, before anything runs, what no values could make right: widths, and means and edges that can't be."""
+        how, name = self.edit.how, self.node.name
+        dtype = torch.int64 if self.node.dtype == "int64" else torch.float32
+        value = torch.empty(self.shape, dtype=dtype, device="meta")
+        if self.adds and {"k", "d"} & set(self.where):
+            raise BadEdit(f"{self.edit}: a contribution is taken whole and by expert; name it by e.")
+        if self.edit.through is not None:
+            value = self._dictionary(value).encode(value)
+        if self.edit.within is not None:
+            self.fitting_span(self.edit.within.tensor, value)
+        if isinstance(how, Add | Set | Force | Project):
+            how.new(value, self)
+        if isinstance(how, Patch) and self.is_weight:
+            self._check_weight(how.source)
+        if isinstance(how, Mean):
+            if how.over == "all" and name in (*ROTATED, *SCORES):
+                raise BadEdit(f"{self.edit}: {name} belongs to its position; its mean is by position.")
+            if self._by_position(how.over):
+                self._check_reference(how.source.rows)
+        if isinstance(how, KnockOut):
+            self._check_keys_left(self.real(self.blank) & ~self.real(self.blank, self.where))
+        if isinstance(how, Exclude) and int(self.mask(self.blank).sum(-1).max()) > self.dims.e - self.dims.k:
+            raise BadEdit(f"{self.edit}: fewer than {self.dims.k} experts are left to choose from.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what it acts on."""
+        if isinstance(self.node, Leaf) and self.is_weight:
+            return weight_shape(self.node, self.dims)
+        return self.rows.shape(self.node, self.dims)
+
+    @property
+    def blank(self) -> Tensor:
+        """A value of that shape without content, for masks."""
+        return torch.zeros(()).expand(self.shape)
+
     def _rows_of(self, dim: str) -> Rows:
         """The rows that a position dim counts: of scores, S counts the keys, which a step of decoding has more of."""
         return self.rows.keys if dim == "S" and self.node.name in SCORES else self.rows
@@ -136,6 +221,8 @@ class At:
             return torch.cat([self(value[:, :, :k], seen), value[:, :, k:]], dim=2)
         mask = self.mask(value)
         self.touched = int(mask.any(-1).sum())
+        for at, met in zip(self.parts, mask.chunk(max(1, len(self.parts)), dim=min(1, mask.ndim - 1)), strict=False):
+            at.touched = int(met.any(-1).sum())
         if self.edit.through is not None:
             return self._through(value, mask)
         new = self.edit.how.new(value, self)
@@ -153,6 +240,41 @@ class At:
         k = value.shape[2]  # delta_experts, with experts that only the source chose behind the k slots
         return torch.cat([torch.where(mask, new[:, :, :k], value), new[:, :, k:]], dim=2)
 
+    @cached_property
+    def window(self) -> Tensor | None:
+        """[B n]: the places of the padded batch that it changes, where each is made on its own and every row has as
+        many; None: it must see all."""
+        place = self.where.get("T", self.where.get("S"))
+        alone = isinstance(self.edit.how, Zero | Patch | Resample | Freeze | Scale | Add) and not self.is_weight
+        if not alone or place is None or self.node.name in SCORES or "B" in self.where:
+            return None
+        if isinstance(self.edit.how, Add) and self.edit.how.direction.tensor.ndim > len(self.node.shape) - 2:
+            return None
+        rows = self.rows
+        places = [[rows.first[b] + p for p in rows.positions(b, place, self.node.name)] for b in self.among]
+        return torch.tensor(places) if len({len(some) for some in places}) == 1 else None
+
+    @cached_property
+    def kind(self) -> Hashable | None:
+        """What edits have in common that differ in nothing but the positions they name; None: it stands alone."""
+        if "k" in self.node.shape or self.moved or self.edit.through is not None or self.window is None:
+            return None
+        others = tuple((dim, place) for dim, place in self.edit.where if dim not in "TS")
+        return self.edit.how, others, self.edit.within, self.window.shape[1]
+
+    def together(self, ats: Sequence[At], places: Tensor) -> At:
+        """One edit that does what several of one `kind` do, on values [B n ·] of all their windows side by side;
+        ``places`` are these, [B n]. What each touches is counted."""
+        joined = copy(self)
+        joined.where = (
+            {dim: place for dim, place in self.where.items() if dim not in "TS"} if len(ats) > 1 else self.where
+        )
+        joined.narrow = places.cpu()
+        if self.came_from is not None:
+            joined.came_from = torch.stack([at.came_from for at in ats if at.came_from is not None]).amax(0)
+        joined.parts = ats
+        return joined
+
     def _rescaled(self, gates: Tensor, before: Tensor) -> Tensor:
         """Each token's gates, grown to the sum that they had; a token that has lost all keeps none."""
         left = gates.sum(-1, keepdim=True)
@@ -160,13 +282,7 @@ class At:
 
     def _through(self, value: Tensor, mask: Tensor) -> Tensor:
         """The edit of a dictionary's latents: value + decode(new) − decode(old), only where some latent changed."""
-        dictionary = self.edit.through
-        assert dictionary is not None
-        if dictionary.W_enc.shape[0] != value.shape[-1] or dictionary.W_dec.shape[-1] != value.shape[-1]:
-            raise ShapeMismatch(
-                f"{self.edit}: its dictionary reads {dictionary.W_enc.shape[0]} and writes"
-                f" {dictionary.W_dec.shape[-1]}; {self.site} is {value.shape[-1]} wide."
-            )
+        dictionary = self._dictionary(value)
         z = dictionary.encode(value)
         features = self.where.get(FEATURE)
         chosen = torch.ones(dictionary.features, dtype=torch.bool)
@@ -177,6 +293,17 @@ class At:
         new = torch.where(at, self.edit.how.new(z, self), z)
         change = dictionary.decode(new) - dictionary.decode(z)
         return torch.where((new != z).any(-1, keepdim=True), (value.float() + change).to(value.dtype), value)
+
+    def _dictionary(self, value: Tensor) -> Dictionary:
+        """The dictionary that it goes through, if it is one of the value's last axis."""
+        dictionary = self.edit.through
+        assert dictionary is not None
+        if dictionary.W_enc.shape[0] != value.shape[-1] or dictionary.W_dec.shape[-1] != value.shape[-1]:
+            raise ShapeMismatch(
+                f"{self.edit}: its dictionary reads {dictionary.W_enc.shape[0]} and writes"
+                f" {dictionary.W_dec.shape[-1]}; {self.site} is {value.shape[-1]} wide."
+            )
+        return dictionary
 
     # ---- where -------------------------------------------------------------------------------------------------
 
@@ -203,6 +330,7 @@ class At:
         for dim in ("T", "S"):
             if dim in self.node.shape:
                 places = self._rows_of(dim).mask(where.get(dim), f"{self.node.name}: {dim}", self.among)
+                places = places if self.narrow is None else places.gather(1, self.narrow)
                 mask = mask & along(places, self.node.shape.index(dim), value.ndim)
         if self.node.name in SCORES:
             queries, keys = value.shape[-2:]
@@ -223,6 +351,21 @@ class At:
         chosen = one_hot(place, self.dims.size(dim), dim)
         spread = [chosen.shape[0] if p == dim else 1 for p in parts]
         return along(chosen.view(spread).expand(sizes).reshape(-1), axis, value.ndim)
+
+    def reach(self, block: int, rows: Rows) -> Tensor:
+        """[B, T]: the real positions of a run at which it can change what a block's router chooses."""
+        card = self.sites.card(self.site.block)
+        below = {self.site.tensor} | card.descendants([self.site.tensor])
+        depth = self.sites.depth(self.site)
+        if block < depth or (block == depth and "experts" not in below):
+            return torch.zeros(rows.batch, rows.length, dtype=torch.bool)
+        if self.is_weight:
+            return rows.mask(None, "T")
+        named = rows.mask(self.where.get("T", self.where.get("S")), "T", self.among)
+        read_as_keys = any(card.shape(name)[1] == "S" for name in below)
+        if block == self.site.block and not read_as_keys and not ("S" in self.where and "T" not in self.where):
+            return named
+        return rows.mask(None, "T", self.among) & named.long().cummax(-1).values.bool()
 
     # ---- values of other runs ----------------------------------------------------------------------------------
 
@@ -268,7 +411,10 @@ class At:
                 here if theirs is None else source.rows.positions(j, theirs, f"{self.node.name}: the source's {dim}")
             )
             if len(here) != len(there):
-                raise BadEdit(f"{self.edit}: row {b} names {len(here)} positions here and {len(there)} in the source.")
+                raise BadEdit(
+                    f"{self.edit}: row {b} names {len(here)} positions here and {len(there)} in the source;"
+                    " of spans of unequal length name one token, like subject[-1]."
+                )
             if too_far := [p for p in there if p >= source.rows.lengths[j]]:
                 raise BadEdit(
                     f"{self.edit}: source row {j} has {source.rows.lengths[j]} tokens, so it has no position"
@@ -308,7 +454,8 @@ class At:
     def taken(self, source: Any, value: Tensor) -> Tensor:
         """The source's values, each in its place here: rows drawn, positions aligned, slots matched by expert."""
         if self.is_weight:
-            return self._weight_of(source, value)
+            weight: Tensor = source.read(self.site.block, self.site.tensor)
+            return weight.to(value.device, value.dtype)
         name = self.node.name
         if name == "delta_experts":
             return self._contributions(source, value)
@@ -320,9 +467,12 @@ class At:
 
     def _aligned(self, source: Source, name: str, value: Tensor | None = None) -> Tensor:
         taken = self.held(source, name)
-        taken = taken[torch.tensor(self.draw, device=taken.device)]
-        shape = self.sites.card(self.site.block).shape(name)
+        draw = torch.tensor(self.draw, device=taken.device)
         assert self.came_from is not None
+        if self.narrow is not None:
+            return self._like(taken[draw[:, None], self.came_from.gather(1, self.narrow).to(taken.device)], value)
+        taken = taken[draw]
+        shape = self.sites.card(self.site.block).shape(name)
         for dim in ("T", "S"):
             if dim in shape:
                 axis = shape.index(dim)
@@ -330,6 +480,10 @@ class At:
                 sizes = list(taken.shape)
                 sizes[axis] = self.rows.length
                 taken = taken.gather(axis, index.expand(sizes))
+        return self._like(taken, value)
+
+    def _like(self, taken: Tensor, value: Tensor | None) -> Tensor:
+        """A source's value, if it can stand for ours; in its dtype and on its device."""
         if value is None:
             return taken
         if taken.shape != value.shape:
@@ -341,7 +495,10 @@ class At:
     def _turned_here(self, source: Source, value: Tensor) -> Tensor:
         """The unrotated parts of the source, turned to the positions that they come to."""
         device = value.device
-        R = rotation(position_ids(self.rows.keep, self.rows.length, device), self.dims, value.dtype)
+        ids = position_ids(self.rows.keep, self.rows.length, device)
+        if self.narrow is not None:
+            ids = ids.expand(self.rows.batch, -1).gather(1, self.narrow.to(device))
+        R = rotation(ids, self.dims, value.dtype)
         name = self.node.name
         turned = rotate(self._aligned(source, "Q_pe" if name[0] == "Q" else "k_pe").to(device, value.dtype), R)
         if name in ("Q_R", "k_R"):
@@ -370,8 +527,6 @@ class At:
 
     def _contributions(self, source: Source, value: Tensor) -> Tensor:
         """What experts add, matched by expert; those that only the source chose stand behind the k slots."""
-        if {"k", "d"} & set(self.where):
-            raise BadEdit(f"{self.edit}: a contribution is taken whole and by expert; name it by e.")
         ours = self.seen["experts"]
         theirs = self._aligned(source, "experts").to(ours.device)
         taken = self._aligned(source, "delta_experts").to(value.device, value.dtype)
@@ -385,19 +540,20 @@ class At:
         added = ~same.any(-2) & named & self._positions().to(same.device)
         if not bool(added.any()):
             return out
-        self.touched += int(added.sum())
+        for at in (self, *self.parts):
+            at.touched += int(added.sum())
         return torch.cat([out, taken * added[..., None]], dim=2)
 
     def _positions(self) -> Tensor:
         """[B, T, 1]: the rows and positions that the edit names, whatever it says of slots."""
-        return self.rows.mask(self.where.get("T"), f"{self.node.name}: T", self.among)[..., None]
+        named = self.rows.mask(self.where.get("T"), f"{self.node.name}: T", self.among)
+        return (named if self.narrow is None else named.gather(1, self.narrow))[..., None]
 
     def overlaps(self, other: At, value: Tensor) -> bool:
         """Whether both name some same part of ``value``, or the contribution of an expert that may join it."""
         if bool((self.mask(value) & other.mask(value)).any()):
             return True
-        joins = self.node.name == "delta_experts" and (self.source or other.source) is not None
-        return joins and bool((self._may_add() & other._may_add()).any())
+        return (self.adds or other.adds) and bool((self._may_add() & other._may_add()).any())
 
     def _may_add(self) -> Tensor:
         """[B, T, e]: the contributions that a place in ``delta_experts`` names, whichever experts are chosen."""
@@ -426,17 +582,26 @@ class At:
 
     def mean_of(self, source: Source, value: Tensor, over: str | None) -> Tensor:
         """The mean over a reference set, in the value's shape; see `hooks.edits.mean`."""
-        name = self.node.name
-        if over == "all" and name in (*ROTATED, *SCORES):
-            raise BadEdit(f"{self.edit}: {name} belongs to its position; its mean is by position.")
-        pool = self.held(source, name)
+        pool = self.held(source, self.node.name)
         if "k" in self.node.shape:
             return self._mean_by_expert(source, pool, value)
-        by_position = over == "position" or name in (*ROTATED, *SCORES)
         real = source.rows.mask(None, "T").to(pool.device)
-        if not by_position:
+        if not self._by_position(over):
             return pool[real].float().mean(0).to(value.device, value.dtype).expand(value.shape)
         return self._mean_by_position(source, pool, real).to(value.device, value.dtype)
+
+    def _by_position(self, over: str | None) -> bool:
+        """Whether a mean is taken position by position."""
+        return "k" not in self.node.shape and (over == "position" or self.node.name in (*ROTATED, *SCORES))
+
+    def _check_reference(self, rows: Rows) -> None:
+        """A mean by position needs a reference prompt that reaches as far."""
+        longest, place = max(rows.lengths), self.where.get("T", self.where.get("S"))
+        asked = max(1 + max(self.rows.positions(b, place, self.node.name)) for b in self.among)
+        if asked > longest:
+            raise BadEdit(
+                f"{self.edit}: the longest reference prompt has {longest} tokens; of a row here {asked} are asked for."
+            )
 
     def _mean_by_expert(self, source: Source, pool: Tensor, value: Tensor) -> Tensor:
         theirs = source.cache[Site(self.site.block, "experts")]
@@ -453,11 +618,6 @@ class At:
     def _mean_by_position(self, source: Source, pool: Tensor, real: Tensor) -> Tensor:
         """[B, T, …]: at each real position, the mean over the reference rows that have it."""
         longest = max(source.rows.lengths)
-        if max(self.rows.lengths) > longest:
-            raise BadEdit(
-                f"{self.edit}: the longest reference prompt has {longest} tokens; a row here has"
-                f" {max(self.rows.lengths)}."
-            )
         places = torch.arange(longest)[None, :] + torch.tensor(source.rows.first)[:, None]
         there = torch.arange(longest)[None, :] < torch.tensor(source.rows.lengths)[:, None]
         places = places.clamp(max=source.rows.length - 1).to(pool.device)
@@ -477,13 +637,13 @@ class At:
             mean = mean.gather(axis, along(here.to(pool.device), axis, mean.ndim).expand(sizes))
         return mean
 
-    def _weight_of(self, source: Weights, value: Tensor) -> Tensor:
-        taken = source.read(self.site.block, self.site.tensor)
-        if taken.shape != value.shape:
+    def _check_weight(self, source: Any) -> None:
+        assert isinstance(self.node, Leaf), "only weights are patched from weights"
+        theirs = weight_shape(self.node, source.dims)
+        if theirs != self.shape:
             raise ShapeMismatch(
-                f"{self.edit}: the source's {self.site} is {list(taken.shape)}, here it is {list(value.shape)}."
+                f"{self.edit}: the source's {self.site} is {list(theirs)}, here it is {list(self.shape)}."
             )
-        return taken.to(value.device, value.dtype)
 
     # ---- checks that edits ask for -----------------------------------------------------------------------------
 
@@ -543,12 +703,15 @@ class At:
             raise BadEdit(f"{self.edit}: fewer than {self.dims.k} experts are left to choose from.")
 
     def check_rows_keep_a_key(self, scores: Tensor) -> None:
-        """After a knock-out, each query must have a key left."""
-        real = self.rows.mask(None, "T").to(scores.device)[:, None, :]
-        blind = ~(scores > forbidden(scores.dtype) / 2).any(-1) & real
+        """After knock-outs, each query must have a key left."""
+        self._check_keys_left(scores > forbidden(scores.dtype) / 2)
+
+    def _check_keys_left(self, left: Tensor) -> None:
+        real = self.rows.mask(None, "T").to(left.device)[:, None, :]
+        blind = ~left.any(-1) & real
         if bool(blind.any()):
-            b, h, t = (int(x) for x in blind.nonzero()[0])
-            raise BadEdit(f"{self.edit}: head {h} of row {b} has no key left at position {t - self.rows.first[b]}.")
+            b, _, t = (int(x) for x in blind.nonzero()[0])
+            raise BadEdit(f"{self.edit}: a head has no key left at position {t - self.rows.first[b]} of row {b}.")
 
 
 def _on_slots(mask: Tensor, value: Tensor) -> Tensor:
@@ -598,6 +761,10 @@ def bound(edits: Sequence[Edit], sites: Sites, rows: Rows, base: Source | None) 
                     f"{edit}: a weight has no readers to choose, no rows and no base; zero, scale, set, add, patch it."
                 )
             made.append(At(edit, site, sites, NO_ROWS if on_weight else rows, base))
+    for site in dict.fromkeys(at.site for at in made):
+        some = [at for at in made if at.site == site]
+        if len(some) > 1 and not any(at.by_slot for at in some):
+            check_overlap(some, some[0].blank, {})
     return made
 
 
@@ -605,6 +772,48 @@ def first_edited(edits: Sequence[Edit], sites: Sites) -> int:
     """The first block that an edit (not a freeze) acts in; 0 where there is none, or where the embedding is edited."""
     found = [site for edit in edits if not isinstance(edit.how, Freeze) for site in edit.sites(sites)]
     return max(0, min(map(sites.depth, found), default=0))
+
+
+def acted(value: Tensor, edits: Sequence[At], seen: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """A value through the edits at its site: what all readers see; what those see that ``into`` names, each its own;
+    and of these the last one's, which is shown. Readers share a value until an edit parts them: none acts twice on it.
+    """
+    by_reader = dict.fromkeys(("", *(name for at in edits for name in at.into)), value)
+    shown = ""
+    for at in edits:
+        made: dict[int, Tensor] = {}
+        for reader in at.into or by_reader:
+            old = by_reader[reader]
+            if id(old) not in made:
+                made[id(old)] = at(old, seen)
+            by_reader[reader] = made[id(old)]
+        shown = at.into[-1] if at.into else shown
+    last = by_reader[shown]
+    return by_reader.pop(""), by_reader, last
+
+
+def check_overlap(edits: Sequence[At], value: Tensor, seen: Mapping[str, Tensor]) -> None:
+    """Refuse two replacing edits on the same values of a site, or one after a change of them: the second would undo
+    the first."""
+    for i, at in enumerate(edits):
+        at.seen = seen
+        if not at.edit.how.replaces or at.edit.through is not None:
+            continue
+        for other in edits[:i]:
+            other.seen = seen
+            if at.overlaps(other, value) and not _apart(at.edit, other.edit):
+                raise BadEdit(
+                    f"{other.edit} and {at.edit} overlap: the second replaces values of {at.site} that the first made."
+                )
+
+
+def _apart(one: Edit, other: Edit) -> bool:
+    """Whether two edits reach different readers, or orthogonal subspaces."""
+    if one.into and other.into and not set(one.into) & set(other.into):
+        return True
+    if one.within is not None and other.within is not None:
+        return bool((one.within.tensor @ other.within.tensor.T).abs().max() < 1e-5)
+    return False
 
 
 def check_no_cut(applied: Sequence[At], sites: Sites) -> None:

@@ -62,7 +62,7 @@ def _in_every_block(sites: Sites, name: str) -> list[Site]:
     """``blocks.*.`` before any spelling that is no glob itself: the sites of all blocks that know it."""
     match = re.fullmatch(r"(.*\.)\*(\.[^*?[]+)", name)
     found = []
-    for block in range(sites.dims.blocks if match else 0):
+    for block in sites.blocks if match else ():
         assert match is not None
         with suppress(UnknownTensor):
             found.append(sites.find(f"{match[1]}{block}{match[2]}"))

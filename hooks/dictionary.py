@@ -68,7 +68,7 @@ class Dictionary:
 
     def encode(self, x: Tensor) -> Tensor:
         """The latents of x [..., width], fp32: [..., features]."""
-        x = x.float()
+        x = x.float().contiguous()
         if self.centred:
             x = x - self.b_dec.to(x.device, x.dtype)
         pre = x @ self.W_enc.to(x.device, x.dtype) + self.b_enc.to(x.device, x.dtype)

@@ -121,14 +121,13 @@ class Edit:
         if not pattern and (self.block is not None or "." in self.tensor):
             return (self._site(sites),)
         found: list[Site] = []
-        for block in range(first, sites.dims.blocks) if self.block is None else (self.block,):
+        for block in [b for b in sites.blocks if b >= first] if self.block is None else [self.block]:
             card = sites.card(block)
             own = card.spellings().get(self.tensor)
             names = [n for n in card.hooked if fnmatchcase(n, self.tensor)] if pattern else [own] if own else []
             found += [Site(block, name) for name in names if name not in ("x_n", "delta_heads")]
         if self.block is None:
-            outer = [n for n in sites.around if fnmatchcase(n, self.tensor)]
-            found += [Site(None, name) for name in outer]
+            found += [site for site in sites if site.block is None and fnmatchcase(site.tensor, self.tensor)]
         if not found:
             raise UnknownTensor(f"freeze({self.tensor!r}) names no tensor from block {first} on.")
         return tuple(found)
@@ -267,6 +266,25 @@ class Noise:
 
     def sentence(self, what: str) -> str:
         return f"add noise of std {self.std:g}{' × its spread' if self.relative else ''} to {what}"
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Another rounding."""
+
+    like: torch.dtype
+    seed: int
+    replaces: ClassVar[bool] = False
+
+    def new(self, value: Tensor, at: At) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        step = torch.randint(-1, 2, value.shape, generator=generator).to(value.device)
+        _, exponent = torch.frexp(value.float())
+        ulp = torch.finfo(self.like).eps * torch.exp2(exponent - 1.0)
+        return (value.float() + step * ulp).to(value.dtype)
+
+    def sentence(self, what: str) -> str:
+        return f"round {what} otherwise (seed {self.seed})"
 
 
 @dataclass(frozen=True)
@@ -412,7 +430,8 @@ class Nothing:
 def onto(value: Tensor, span: Tensor) -> Tensor:
     """The part of ``value`` in the span of orthonormal rows, over the last axis; made in fp32."""
     span = span.to(value.device, torch.float32)
-    return ((value.float() @ span.T) @ span).to(value.dtype)
+    dense = value.float().contiguous()  # the bits of a product hang on how its factors lie in memory
+    return ((dense @ span.T) @ span).to(value.dtype)
 
 
 def orthonormal(rows: Tensor | Sequence[Sequence[float]]) -> Frozen:
@@ -562,6 +581,14 @@ def noise(
     if not std >= 0:
         raise BadEdit(f"std={std}: a standard deviation is not negative.")
     return _edit(tensor, block, Noise(float(std), relative, seed), where, into, None, through)
+
+
+def rounded(
+    tensor: str, block: int | None = None, *, like: torch.dtype = torch.bfloat16, seed: int = 0, **where: Index
+) -> Edit:
+    """Move every number by one unit in the last place of a dtype, up, down or not, at random: what another rounding
+    would have made of it. The effects of such edits are what low precision can't tell from nothing."""
+    return _edit(tensor, block, Rounded(like, seed), where, (), None, None)
 
 
 def add(

@@ -16,6 +16,7 @@ from hooks.where import Index, Rows, Spans
 from probe.card import Card, letters
 from probe.engine import Plan, plan
 from probe.errors import ProbeError, TooLarge
+from probe.memory import byte_count
 from probe.numerics import QUERY_CHUNK
 from probe.sites import Site
 
@@ -48,21 +49,11 @@ class Estimate:
 
     def __str__(self) -> str:
         largest = sorted(self.kept, key=lambda site: -self.kept[site])[:3]
-        named = ", ".join(f"{site} {shown(self.kept[site])}" for site in largest)
+        named = ", ".join(f"{site} {byte_count(self.kept[site])}" for site in largest)
         return (
-            f"{shown(self.cached)} kept of {len(self.kept)} tensors (largest: {named or 'none'}),"
-            f" {shown(self.live)} live at most: {shown(self.total)}"
+            f"{byte_count(self.cached)} kept of {len(self.kept)} tensors (largest: {named or 'none'}),"
+            f" {byte_count(self.live)} live at most: {byte_count(self.total)}"
         )
-
-
-def shown(n: int) -> str:
-    """Bytes as people read them: ``1.5 GB``."""
-    size, unit = float(n), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.3g} {unit}" if unit != "bytes" else f"{n} bytes"
 
 
 def estimate(
@@ -95,8 +86,8 @@ def check_fits(model: HookedModel, rows: Rows, keep: Keep, budget: int, gradient
     found = of(model, rows, keep, gradients)
     if found.total > budget:
         raise TooLarge(
-            f"this run would take {found}; the budget is {shown(budget)} ({found.total:,} against {budget:,} bytes)."
-            " Keep fewer names (names_filter=), some positions (pos=), reductions (reduce=) or another dtype"
+            f"this run would take {found}; the budget is {byte_count(budget)} ({found.total:,} against {budget:,}"
+            " bytes). Keep fewer names (names_filter=), some positions (pos=), reductions (reduce=) or another dtype"
             " (dtype=torch.bfloat16); or run fewer rows."
         )
 

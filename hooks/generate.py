@@ -12,7 +12,7 @@ from torch import Tensor
 from hooks.apply import At, bound, check_no_cut
 from hooks.edits import Edit, Freeze, Mean, Patch, Resample
 from hooks.recorder import Recorder
-from hooks.where import Place, Rows, Span
+from hooks.where import Place, Rows, Span, Spans
 from probe.errors import BadEdit
 from probe.sites import Site
 
@@ -49,6 +49,7 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
     edits: Sequence[Edit] = (),
+    spans: Sequence[Spans] | None = None,
     when: When = "both",
     use_cache: bool = True,
 ) -> Generation:
@@ -63,6 +64,7 @@ def generate(
         tokens: [B, T]; rows of unequal length are padded on either side, and come back padded on the left.
         temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature).
         stop: token ids at which a row ends.
+        spans: each prompt's named spans, for edits; they name positions of the prompt.
         when: where edits act.
         use_cache: False recomputes everything at each step, with edits as `run` has them: the slow twin of ``both``.
 
@@ -78,7 +80,7 @@ def generate(
     if not use_cache and when != "both":
         raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
     tokens, keep = left_padded(tokens, keep)
-    decoding = _Decoding(model, tokens, keep, edits, when, use_cache)
+    decoding = _Decoding(model, tokens, keep, edits, None if spans is None else tuple(spans), when, use_cache)
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     chosen: list[Tensor] = []
@@ -122,9 +124,16 @@ class _Decoding:
     """The state of a decoding: keys and values of what has been read."""
 
     def __init__(
-        self, model: HookedModel, tokens: Tensor, keep: Tensor, edits: Sequence[Edit], when: When, use_cache: bool
+        self,
+        model: HookedModel,
+        tokens: Tensor,
+        keep: Tensor,
+        edits: Sequence[Edit],
+        spans: tuple[Spans, ...] | None,
+        when: When,
+        use_cache: bool,
     ) -> None:
-        self.model, self.tokens, self.keep, self.use_cache = model, tokens, keep, use_cache
+        self.model, self.tokens, self.keep, self.spans, self.use_cache = model, tokens, keep, spans, use_cache
         self.on_prompt = list(edits) if when != "steps" else []
         self.on_steps = self._on_steps(edits, when) if when != "prompt" else []
         self.stored = [Site(b, name) for b in range(model.dims.blocks) for name in ("K", "V")]
@@ -163,7 +172,8 @@ class _Decoding:
             self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
             self.tokens = torch.cat([self.tokens, token[:, None]], 1)
         if token is None or not self.use_cache:
-            return self._read(self.tokens, self._bind(self.on_prompt, Rows(self.keep, *self.tokens.shape)))
+            rows = Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans)
+            return self._read(self.tokens, self._bind(self.on_prompt, rows))
         new = Rows(None, self.tokens.shape[0], 1, past=Rows(self.keep, *self.tokens.shape))
         return self._read(token[:, None], self._bind(self.on_steps, new))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hooks.keep import Keeper
+from probe.decoder import SiteTap
 from probe.errors import BadEdit
 from probe.sites import Site
 
@@ -39,17 +41,12 @@ def run_with_gradients(
     if not asked:
         raise BadEdit(f"no gradient is left to take: {gradients.asked[0]}: {cache.skipped[gradients.asked[0]]}.")
     live: dict[Site, Tensor] = {}
-    roots: list[Tensor] = []
 
-    def tap(site: Site, value: Tensor) -> Tensor:
-        value = _leaf(value)
-        if value.is_leaf and value.requires_grad:
-            roots.append(value)  # asked for too, so that backward hooks fire at the first site that is asked for
-        value = _leaf(model.pass_through(site, value))  # a hook's own tensor starts anew
+    def show(site: Site, value: Tensor) -> None:
         values.see(site, value)
         live[site] = value
-        return value
 
+    roots, tap = _differentiable(model, show)
     logits = Site(None, "logits")
     with torch.inference_mode(False), torch.enable_grad():
         made = model.decoder.run(
@@ -61,6 +58,70 @@ def run_with_gradients(
     for site, gradient in zip(asked, found, strict=False):
         gradients.see(site, torch.zeros_like(live[site]) if gradient is None else gradient)
     return made.detach()
+
+
+def each_gradient(
+    model: HookedModel,
+    tokens: Tensor,
+    keep: Tensor | None,
+    score: Score,
+    sites: Collection[Site],
+    see: Callable[[Site, Tensor], None],
+    take: Callable[[Site, Tensor], None],
+    x_0: Tensor | None = None,
+) -> Tensor:
+    """As `run_with_gradients`, but what is asked for is shown as soon as it is there, and neither copied nor kept.
+
+    Args:
+        see: is shown each site's value on the way; not to be written into.
+        take: and its gradient on the way back, where the score hangs on it.
+        x_0: [B T d], to start from in place of the tokens' embedding.
+    """
+    leaves: dict[Site, Tensor] = {}
+
+    def show(site: Site, value: Tensor) -> None:
+        if site in sites:
+            see(site, value.detach())
+            if value.is_leaf and value.requires_grad:
+                leaves[site] = value
+            elif value.requires_grad:
+                value.register_hook(partial(take, site))
+
+    roots, tap = _differentiable(model, show)
+    logits, start = Site(None, "logits"), Site(None, "x_0")
+    with torch.inference_mode(False), torch.enable_grad():
+        made = model.decoder.run(
+            tokens,
+            keep,
+            want=(logits,),
+            edited=model.watched(),
+            known={} if x_0 is None else {start: x_0},
+            tap=tap,
+            watched={*sites, logits, start},
+        )[logits]
+        made_of = score(made)
+        _check_score(made_of)
+        found = torch.autograd.grad(made_of, [*leaves.values(), *roots], allow_unused=True)
+    for site, gradient in zip(leaves, found, strict=False):
+        if gradient is not None:
+            take(site, gradient)
+    return made.detach()
+
+
+def _differentiable(model: HookedModel, show: Callable[[Site, Tensor], None]) -> tuple[list[Tensor], SiteTap]:
+    """A tap that makes a run differentiable from its first values on and shows each one, and the list of these first
+    ones as it grows: to be asked for too, so that backward hooks fire at the first site that is asked for."""
+    roots: list[Tensor] = []
+
+    def tap(site: Site, value: Tensor) -> Tensor:
+        value = _leaf(value)
+        if value.is_leaf and value.requires_grad:
+            roots.append(value)
+        value = _leaf(model.pass_through(site, value))  # a hook's own tensor starts anew
+        show(site, value)
+        return value
+
+    return roots, tap
 
 
 def why_none(model: HookedModel, site: Site) -> str:

@@ -20,11 +20,14 @@ from hooks.gradients import Score, run_with_gradients
 from hooks.keep import Keep, Keeper, Reduce
 from hooks.lens import LensCache, LensConfig, activation_cache, lens_config
 from hooks.point import Clock, Hook, Point, reciprocal
-from hooks.run import Run, run
+from hooks.run import Run, run, run_block
+from hooks.sources import Source
 from hooks.where import Index, Rows, Spans
 from probe import TINY, Decoder, Dims, Tokenizer, Weights, load
+from probe.engine import Numerics
 from probe.errors import BadCheckpoint, BadEdit, BadText, ProbeError, UnknownTensor
 from probe.from_state import from_state
+from probe.memory import Keeping
 from probe.sites import Site, Sites
 from probe.text import Batch
 
@@ -76,11 +79,12 @@ class HookedModel(HookedRootModule):
     Args:
         weights: where weights come from; see `probe.load`, `probe.random_weights`.
         tokenizer: for running text; without one, tokens are needed.
+        numerics: see `probe.engine.Numerics`.
     """
 
-    def __init__(self, weights: Weights, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, weights: Weights, tokenizer: Tokenizer | None = None, numerics: Numerics = "reference") -> None:
         super().__init__()
-        self.decoder = Decoder(weights)
+        self.decoder = Decoder(weights, numerics)
         self.tokenizer = tokenizer
         self.sites: Sites = self.decoder.sites
         self.blocks = nn.ModuleList(Block() for _ in range(self.decoder.blocks))
@@ -98,18 +102,30 @@ class HookedModel(HookedRootModule):
     def load(
         cls,
         directory: str | Path = TINY,
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        keep: Keeping = "expanded",
+        numerics: Numerics | None = None,
     ) -> HookedModel:
         """A checkpoint directory, with its tokenizer where it has one. The default is the tiny model that ships with
         the package.
 
+        Args:
+            dtype: of weights and activations; None: as stored, FP8 and INT4 as bf16; of the tiny model, fp32.
+            keep: how weights are kept, "expanded", "stored" or "disk": see `probe.load` and, before, `probe.memory`.
+            numerics: see `probe.engine.Numerics`; None: ``careful`` below fp32, where rounding would flip experts.
+
         Raises:
-            BadConfig, BadCheckpoint: as `probe.load`.
+            BadConfig, BadCheckpoint, TooLarge: as `probe.load`.
+            BadText: the tokenizer cannot be read.
         """
-        weights = load(directory, dtype, device)
-        has_text = (Path(directory) / "tokenizer.json").exists()
-        return cls(weights, Tokenizer(directory) if has_text else None)
+        tokenizer = Tokenizer.find(directory)  # first: it is small
+        if dtype is None and Path(directory).resolve() == TINY.resolve():
+            dtype = torch.float32
+        model = cls(load(directory, dtype, device, keep=keep), tokenizer)
+        low = model.decoder.weights.read(None, "w_final").dtype != torch.float32
+        model.decoder.numerics = numerics or ("careful" if low else "reference")
+        return model
 
     @classmethod
     def from_hf(cls, model: Any, tokenizer: Any = None) -> HookedModel:
@@ -139,6 +155,11 @@ class HookedModel(HookedRootModule):
     def dims(self) -> Dims:
         """The model's sizes."""
         return self.decoder.dims
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its numbers must know of its weights; see `probe.Checkpoint`."""
+        return tuple(getattr(self.decoder.weights, "notes", ()))
 
     @property
     def device(self) -> torch.device:
@@ -249,6 +270,7 @@ class HookedModel(HookedRootModule):
         edits: Sequence[Edit] | Edit = (),
         base: Run | None = None,
         spans: Sequence[Spans] | None = None,
+        spoken: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
@@ -263,11 +285,44 @@ class HookedModel(HookedRootModule):
             edits=edits,
             base=base,
             spans=spans,
+            spoken=spoken,
             device=device,
             dtype=dtype,
             pos=pos,
             reduce=reduce,
             budget=budget,
+        )
+
+    @eagerly
+    def run_block(
+        self,
+        block: int,
+        x_n: Tensor | Source,
+        keep: Tensor | None = None,
+        *,
+        want: Names = "x_next",
+        edits: Sequence[Edit] | Edit = (),
+        base: Run | None = None,
+        spans: Sequence[Spans] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        pos: Index | None = None,
+        reduce: Reduce | None = None,
+    ) -> Run:
+        """Run one block alone, on a residual stream from elsewhere; see `hooks.run.run_block`."""
+        return run_block(
+            self,
+            block,
+            x_n,
+            keep,
+            want=want,
+            edits=edits,
+            base=base,
+            spans=spans,
+            device=device,
+            dtype=dtype,
+            pos=pos,
+            reduce=reduce,
         )
 
     @eagerly
@@ -281,11 +336,14 @@ class HookedModel(HookedRootModule):
         seed: int = 0,
         stop: Collection[int] = (),
         edits: Sequence[Edit] = (),
+        spans: Sequence[Spans] | None = None,
         when: When = "both",
     ) -> Generation:
         """Decode ``n`` tokens, greedily or sampled, with hooks and edits; see `hooks.generate.generate`."""
         tokens, keep = self._batch(tokens, keep)
-        return generate(self, tokens, keep, n=n, temperature=temperature, seed=seed, stop=stop, edits=edits, when=when)
+        return generate(
+            self, tokens, keep, n=n, temperature=temperature, seed=seed, stop=stop, edits=edits, spans=spans, when=when
+        )
 
     def _batch(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None) -> Batch:
         if isinstance(tokens, Tensor):

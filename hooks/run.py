@@ -1,25 +1,29 @@
-"""One run: tokens in, wanted tensors out, with edits, recomputing only what the edits reach."""
+"""One run: tokens in, wanted tensors out, with edits, recomputing only what the edits reach.
+
+Or a residual stream in, and one block alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hooks.apply import At, bound, check_no_cut
+from hooks.apply import bound, check_no_cut
 from hooks.cache import Cache, Names
 from hooks.edits import Edit, Freeze
 from hooks.estimate import check_fits
 from hooks.keep import Keep, Keeper, Reduce
 from hooks.recorder import Recorder
+from hooks.sources import Source
 from hooks.where import Index, Rows, Spans
 from probe.engine import Weights
-from probe.errors import BadEdit
-from probe.sites import Site
+from probe.errors import BadEdit, ShapeMismatch
+from probe.sites import Site, Sites
 
 if TYPE_CHECKING:
     from hooks.model import HookedModel
@@ -30,7 +34,7 @@ class Run:
     """What a run was asked and what it found.
 
     Attributes:
-        tokens: [B, T] token ids.
+        tokens: [B, T] token ids; -1 where a block ran alone.
         keep: [B, T], true where a token is real; None: all are.
         edits: the edits that acted.
         cache: the wanted tensors as everything below them saw them, and what a later run needs to start from: each
@@ -45,6 +49,7 @@ class Run:
         spans: each row's named spans.
         hooked: sites that had hooks on; a run with any is no base.
         version: of the weights: it grows when somebody writes into one.
+        spoken: of each row, the tokens that named positions count; None: all.
         plain: whether the cache holds tensors as they were; a run without is no base.
     """
 
@@ -61,11 +66,12 @@ class Run:
     hooked: tuple[Site, ...] = ()
     plain: bool = True
     version: int = 0
+    spoken: tuple[int, ...] | None = None
 
     @cached_property
     def rows(self) -> Rows:
         """The rows of this run."""
-        return Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans)
+        return Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans, spoken=self.spoken)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -85,6 +91,7 @@ def run(
     edits: Sequence[Edit] | Edit = (),
     base: Run | None = None,
     spans: Sequence[Spans] | None = None,
+    spoken: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     pos: Index | None = None,
@@ -101,6 +108,7 @@ def run(
         base: a run of the same model on the same tokens without edits. What no edit reaches is taken from it; the
             result is the same, bit for bit. A freeze without a base that holds its tensors makes one.
         spans: each row's named spans, for edits, ``pos`` and means over roles.
+        spoken: of each row, how many real tokens named positions count: a prompt's, with an answer behind it.
         device, dtype, pos, reduce: how what is wanted is kept; see `hooks.keep.Keep`.
         budget: bytes that the run may take beside the weights; see `hooks.estimate`.
 
@@ -110,24 +118,99 @@ def run(
         TooLarge: it would not fit the budget.
     """
     model.decoder.check_tokens(tokens, keep)
-    edits = (edits,) if isinstance(edits, Edit) else tuple(edits)
-    rows = Rows(keep, tokens.shape[0], tokens.shape[1], None if spans is None else tuple(spans))
+    rows = Rows(
+        keep,
+        tokens.shape[0],
+        tokens.shape[1],
+        None if spans is None else tuple(spans),
+        spoken=None if spoken is None else tuple(spoken),
+    )
     how = Keep(want, device, dtype, pos, reduce)
-    keeper = Keeper(model.sites, rows, tokens, how)
     if budget is not None:
         check_fits(model, rows, how, budget)
-    _check_base(model, tokens, keep, base)
-    base = _with_frozen(model, tokens, keep, base, edits)
-    applied = bound(edits, model.sites, rows, base)
-    check_no_cut(applied, model.sites)
+    _check_base(model, keep, base)
+    if base is not None and not torch.equal(tokens, base.tokens):
+        raise BadEdit("the base was run on other tokens, or with another mask.")
+    return _carry_out(model, _Start(model.sites, rows, tokens), how, edits, base)
+
+
+def run_block(
+    model: HookedModel,
+    block: int,
+    x_n: Tensor | Source,
+    keep: Tensor | None = None,
+    *,
+    want: Names = "x_next",
+    edits: Sequence[Edit] | Edit = (),
+    base: Run | None = None,
+    spans: Sequence[Spans] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    pos: Index | None = None,
+    reduce: Reduce | None = None,
+) -> Run:
+    """Run one block alone, on a residual stream from elsewhere; no other weight is read. Without gradients.
+
+    In a whole run on the same stream, the block gives the same bits. What comes out serves as base and source like any
+    run. Names without a block (``O``, ``zero("O")``) are of this one.
+
+    Args:
+        x_n: [B, T, d], on the device of the block's weights and in their dtype (in careful numerics in fp32); or a run
+            or cache that holds this block's ``x_n``, which brings its mask and spans.
+        base: a run of this block, or of the whole model, on the same stream without edits.
+        keep, want, edits, spans, device, dtype, pos, reduce: as in `run`.
+
+    Raises:
+        ShapeMismatch: the stream does not fit this block; or the mask the stream.
+        OutOfRange: there is no such block, or another one is named.
+        BadEdit: as in `run`; or a hook stands where this run never comes.
+    """
+    model.sites.card(block)
+    site, spoken = Site(block, "x_n"), None
+    if not isinstance(x_n, Tensor):
+        if keep is not None or spans is not None:
+            raise BadEdit("a run or a cache brings its own mask and spans; `keep` and `spans` go with a tensor.")
+        source, x_n = x_n, x_n.cache[site]
+        keep, spans, spoken = source.rows.keep, source.rows.spans, source.rows.spoken
+    check_stream(model, site, x_n)
+    model.decoder.check_keep(keep, *x_n.shape[:2])
+    _check_base(model, keep, base)
+    if base is not None and not (site in base.cache and torch.equal(x_n, base.cache[site])):
+        raise BadEdit(f"the base was run on another {site}.")
+    sites = Sites(model.dims, only=block)
+    elsewhere = model.watched() - set(sites)
+    if lost := [str(hooked) for hooked in model.sites if hooked in elsewhere]:
+        raise BadEdit(f"block {block} runs alone, so the hooks on {', '.join(lost)} would never fire; take them off.")
+    rows = Rows(keep, x_n.shape[0], x_n.shape[1], None if spans is None else tuple(spans), spoken=spoken)
+    start = _Start(sites, rows, None, {site: x_n})
+    return _carry_out(model, start, Keep(want, device, dtype, pos, reduce), edits, base)
+
+
+class _Start(NamedTuple):
+    """What a run starts from: tokens; or the stream into the one block of ``sites``."""
+
+    sites: Sites
+    rows: Rows
+    tokens: Tensor | None
+    known: Mapping[Site, Tensor] = {}
+
+
+def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edit] | Edit, base: Run | None) -> Run:
+    """A run whose base is known to fit."""
+    edits = (edits,) if isinstance(edits, Edit) else tuple(edits)
+    sites, rows, tokens, known = start
+    keeper = Keeper(sites, rows, tokens, how)
+    base = _with_frozen(model, start, base, edits)
+    applied = bound(edits, sites, rows, base)
+    check_no_cut(applied, sites)
     recorder = Recorder(model, applied, keeper)
     with torch.no_grad():
         recorder.decoder.run(
             tokens,
-            keep,
+            rows.keep,
             want=(),
             edited=recorder.edited,
-            known={} if base is None else base.cache,
+            known=known if base is None else base.cache,
             tap=recorder,
             watched=keeper.watched,
             chunks=keeper.chunks,
@@ -135,8 +218,8 @@ def run(
         )
     agreement, flips = _routing(model, recorder, base, rows)
     return Run(
-        tokens.clone(),  # the caller may write into theirs
-        None if keep is None else keep.clone(),
+        torch.full((rows.batch, rows.length), -1) if tokens is None else tokens.clone(),  # the caller may write into it
+        None if rows.keep is None else rows.keep.clone(),
         tuple(edits),
         recorder.cache if how.plain else keeper.cache,
         recorder.natural,
@@ -145,9 +228,10 @@ def run(
         agreement,
         flips,
         rows.spans,
-        tuple(site for site in model.sites if site in recorder.watched),
+        tuple(site for site in sites if site in recorder.watched),
         how.plain,
         version_of(model.decoder.weights),
+        rows.spoken,
     )
 
 
@@ -156,7 +240,7 @@ def version_of(weights: Weights) -> int:
     return int(getattr(weights, "version", 0))
 
 
-def _check_base(model: HookedModel, tokens: Tensor, keep: Tensor | None, base: Run | None) -> None:
+def _check_base(model: HookedModel, keep: Tensor | None, base: Run | None) -> None:
     if base is None:
         return
     if base.edits:
@@ -174,20 +258,36 @@ def _check_base(model: HookedModel, tokens: Tensor, keep: Tensor | None, base: R
     same_keep = (keep is None and base.keep is None) or (
         keep is not None and base.keep is not None and torch.equal(keep, base.keep)
     )
-    if not (torch.equal(tokens, base.tokens) and same_keep):
+    if not same_keep:
         raise BadEdit("the base was run on other tokens, or with another mask.")
 
 
-def _with_frozen(
-    model: HookedModel, tokens: Tensor, keep: Tensor | None, base: Run | None, edits: Sequence[Edit]
-) -> Run | None:
+def check_stream(model: HookedModel, site: Site, x_n: Tensor) -> None:
+    """Refuse a residual stream that does not fit the block whose ``x_n`` it should be.
+
+    Raises:
+        ShapeMismatch: its shape, dtype or device is another.
+    """
+    gain = model.decoder.weights.read(site.block, "w_attn")
+    dtype = torch.float32 if model.decoder.numerics == "careful" else gain.dtype
+    if x_n.ndim != 3 or x_n.shape[-1] != model.dims.d or not x_n.numel():
+        raise ShapeMismatch(f"{site} should be [B T d], at least one, d = {model.dims.d}; it is {list(x_n.shape)}.")
+    if (x_n.dtype, x_n.device) != (dtype, gain.device):
+        raise ShapeMismatch(
+            f"{site} is {x_n.dtype} on {x_n.device}, and the block takes {dtype} on {gain.device};"
+            " cast or move the one or the other: .to(dtype, device)."
+        )
+
+
+def _with_frozen(model: HookedModel, start: _Start, base: Run | None, edits: Sequence[Edit]) -> Run | None:
     """A base that holds what is frozen: the one given, or one made now."""
-    frozen = {site for edit in edits if isinstance(edit.how, Freeze) for site in edit.sites(model.sites)}
-    slots = {Site(site.block, "experts") for site in frozen if "k" in model.sites.node(site).shape}
+    frozen = {site for edit in edits if isinstance(edit.how, Freeze) for site in edit.sites(start.sites)}
+    slots = {Site(site.block, "experts") for site in frozen if "k" in start.sites.node(site).shape}
     missing = [site for site in frozen | slots if base is None or site not in base.cache]
     if not missing:
         return base
-    fresh = run(model, tokens, keep, want=[*missing, *(base.cache if base else ())])
+    held = [site for site in start.sites if base is not None and site in base.cache]
+    fresh = _carry_out(model, start, Keep([*missing, *held]), (), None)
     return fresh if base is None else replace(base, cache=fresh.cache)
 
 
@@ -203,25 +303,8 @@ def _routing(model: HookedModel, recorder: Recorder, base: Run | None, rows: Row
         ours, theirs = recorder.cache[site], base.cache[site]
         reach = torch.zeros(rows.batch, rows.length, dtype=torch.bool)
         for at in recorder.applied:
-            reach |= _reach(at, rows, block)
+            reach |= at.reach(block, rows)
         same = (ours[..., :, None] == theirs[..., None, :]).any(-1)[reach.to(ours.device)]
         kept += int(same.sum())
         total += same.numel()
     return (kept / total, total - kept) if total else (None, None)
-
-
-def _reach(at: At, rows: Rows, block: int) -> Tensor:
-    """[B, T]: the real positions at which an edit can change what a block's router chooses."""
-    site, card = at.site, at.sites.card(at.site.block)
-    below = {site.tensor} | card.descendants([site.tensor])
-    depth = at.sites.depth(site)
-    if block < depth or (block == depth and "experts" not in below):
-        return torch.zeros(rows.batch, rows.length, dtype=torch.bool)
-    if at.is_weight:
-        return rows.mask(None, "T")
-    named = rows.mask(at.where.get("T", at.where.get("S")), "T", at.among)
-    read_as_keys = any(card.shape(name)[1] == "S" for name in below)
-    if block == site.block and not read_as_keys and not ("S" in at.where and "T" not in at.where):
-        return named
-    real = rows.mask(None, "T", at.among)
-    return real & named.long().cummax(-1).values.bool()

@@ -48,6 +48,7 @@ def save(cache: Cache, path: str | Path) -> None:
         "dims": cache.dims.to_config(),
         "rows": None if rows is None else [rows.batch, rows.length],
         "spans": None if rows is None or rows.spans is None else [_lists(spans) for spans in rows.spans],
+        "spoken": None if rows is None else rows.spoken,
         "sites": {str(site): list(cache._sites.node(site).shape) for site in cache},
         "reduced": kinds,
         "skipped": {str(site): why for site, why in cache.skipped.items()},
@@ -180,7 +181,8 @@ def _cache_of(file: _File) -> Cache:
     tokens, keep, pos = (file.read(name).clone() if name in file.names else None for name in ("tokens", "keep", "pos"))
     spans = None if header["spans"] is None else tuple(header["spans"])
     batch, length = header["rows"] or (0, 0)
-    rows = None if header["rows"] is None else Rows(keep, batch, length, spans)
+    spoken = None if header["spoken"] is None else tuple(header["spoken"])
+    rows = None if header["rows"] is None else Rows(keep, batch, length, spans, spoken=spoken)
     cache = Cache(sites, rows=rows, tokens=tokens, pos=pos)
     held = {sites.find(name): "tensor" for name in header["sites"]}
     cache._values = _Mapped(file, held)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from probe.card import Leaf, Step, letters
-from probe.dims import DIMS
+from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, UnknownDim, nearest
 
 Index = int | str | Sequence[int] | slice | Tensor
@@ -173,6 +173,14 @@ class Rows:
     spans: tuple[Spans, ...] | None = None
     past: Rows | None = None
     """In a step of decoding: the rows of all keys, old and new. None: the keys are these very positions."""
+    spoken: tuple[int, ...] | None = None
+    """Real tokens of each row that named positions count: the prompt's, where a forced answer stands behind it. What
+    names no positions means all real ones. None: they count all."""
+
+    @cached_property
+    def _masks(self) -> dict[Any, Tensor]:
+        """Masks that were asked for: a sweep asks for the same ones thousands of times."""
+        return {}
 
     @property
     def keys(self) -> Rows:
@@ -182,16 +190,36 @@ class Rows:
     def __post_init__(self) -> None:
         if self.spans is not None and len(self.spans) != self.batch:
             raise BadEdit(f"spans are given for {len(self.spans)} rows; there are {self.batch}.")
+        if self.spoken is not None:
+            self._check_spoken(self.spoken)
+
+    def _check_spoken(self, spoken: tuple[int, ...]) -> None:
+        if len(spoken) != self.batch:
+            raise BadEdit(f"spoken counts the tokens of {len(spoken)} rows; there are {self.batch}.")
+        for b, (some, real) in enumerate(zip(spoken, self.lengths, strict=True)):
+            if not 0 < some <= real:
+                raise OutOfRange(f"row {b} has {real} real tokens, so {some} of them can't be its prompt.")
 
     @cached_property
     def lengths(self) -> list[int]:
         """Real tokens of each row."""
         return [self.length] * self.batch if self.keep is None else [int(n) for n in self.keep.sum(-1)]
 
+    @property
+    def nameable(self) -> list[int]:
+        """Real tokens of each row that named positions count."""
+        return self.lengths if self.spoken is None else list(self.spoken)
+
     @cached_property
     def first(self) -> list[int]:
         """The place of each row's first real token."""
         return [0] * self.batch if self.keep is None else [int(i) for i in self.keep.long().argmax(-1)]
+
+    def shape(self, node: Step | Leaf, dims: Dims) -> tuple[int, ...]:
+        """The shape that a tensor has on these rows."""
+        keys = (self.keys if "T" in node.shape else self).length  # scores reach back to keys of earlier steps
+        own = {"B": self.batch, "T": self.length, "S": keys, "1": 1}
+        return tuple(own[axis] if axis in own else dims.size(axis) for axis in node.shape)
 
     def positions(self, b: int, place: Place | None, what: str) -> list[int]:
         """The real positions that ``place`` names in row ``b``; all of them for None.
@@ -200,14 +228,13 @@ class Rows:
             OutOfRange: the row is too short, or the mask names a pad.
             BadEdit: no such span.
         """
-        real = self.lengths[b]
         if place is None:
-            return list(range(real))
+            return list(range(self.lengths[b]))
         if isinstance(place, str):
             return self._span(b, place, what)
         if isinstance(place, Mask):
             return self._masked(b, place, what)
-        return indices(place, real, f"{what} of row {b} (its real tokens)")
+        return indices(place, self.nameable[b], f"{what} of row {b} (its real tokens)")
 
     def _span(self, b: int, name: str, what: str) -> list[int]:
         match = re.fullmatch(r"(.*?)(?:\[(-?\d+)\])?", name)
@@ -221,7 +248,7 @@ class Rows:
             places = [
                 places[i] for i in indices((int(match[2]),), len(places), f"{what}: span {match[1]!r} of row {b}")
             ]
-        return indices(tuple(places), self.lengths[b], f"{what} of row {b} (its real tokens)")
+        return indices(tuple(places), self.nameable[b], f"{what} of row {b} (its real tokens)")
 
     def _masked(self, b: int, mask: Mask, what: str) -> list[int]:
         if len(mask.rows) != self.batch or len(mask.rows[b]) != self.length:
@@ -234,7 +261,13 @@ class Rows:
 
     def mask(self, place: Place | None, what: str, among: Iterable[int] | None = None) -> Tensor:
         """[B, T] of the padded batch, true at the named positions of each row's real tokens (None: at all of them); of
-        these rows (None: of all)."""
+        these rows (None: of all). Not to be written into: it is kept."""
+        key = (place, None if among is None else tuple(among))
+        if key not in self._masks:
+            self._masks[key] = self._mask(place, what, among)
+        return self._masks[key]
+
+    def _mask(self, place: Place | None, what: str, among: Iterable[int] | None) -> Tensor:
         mask = torch.zeros(self.batch, self.length, dtype=torch.bool)
         if place is None:
             real = torch.ones_like(mask) if self.keep is None else self.keep.bool().cpu()

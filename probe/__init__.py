@@ -4,16 +4,18 @@ from pathlib import Path
 
 from probe.blocks import around, card
 from probe.card import Card, Leaf, Step
-from probe.checkpoint import Checkpoint, load, save
+from probe.checkpoint import Checkpoint, load
 from probe.decoder import Decoder
 from probe.dims import KIMI_K2, Dims
 from probe.engine import Plan, Weights, evaluate, plan
 from probe.errors import ProbeError
 from probe.from_state import from_state
+from probe.memory import memory
 from probe.params import account
 from probe.sites import Site, Sites
 from probe.text import Tokenizer
-from probe.weights import InMemory, random_weights
+from probe.weights import Drawn, InMemory, random_weights
+from probe.writer import save
 
 TINY = Path(__file__).parent / "tiny"
 """The checkpoint directory of the small trained model that ships with the package; also its prompts."""
@@ -25,6 +27,7 @@ __all__ = [
     "Checkpoint",
     "Decoder",
     "Dims",
+    "Drawn",
     "InMemory",
     "Leaf",
     "Plan",
@@ -40,6 +43,7 @@ __all__ = [
     "evaluate",
     "from_state",
     "load",
+    "memory",
     "plan",
     "random_weights",
     "save",

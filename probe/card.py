@@ -102,7 +102,7 @@ class Step:
         on_request: computed only when asked for.
         read_only: why it cannot be edited, with what to edit instead; empty where it can.
         only: the kind of block that has it: ``dense``, ``moe``, ``latent``, ``direct``; empty: all.
-        without: tensors that this way to the step's value does without (see `instead_of`).
+        without, exact: tensors that this way to the step's value does without, and whether to the bit (`instead_of`).
         inverse: a spelling that means the reciprocal of this tensor: it shows and takes 1/value.
     """
 
@@ -121,6 +121,7 @@ class Step:
     read_only: str = ""
     only: str = ""
     without: tuple[str, ...] = ()
+    exact: bool = True
     inverse: str = ""
     hook: bool = True
 
@@ -188,13 +189,18 @@ def step(
     return declare
 
 
-def instead_of(full: Callable[..., Tensor], *without: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """A way to the same bits of ``full`` that never holds the tensors ``without``; taken when nobody asks for them."""
+def instead_of(
+    full: Callable[..., Tensor], *without: str, exact: bool = True
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A way to the same value of ``full`` that never holds the tensors ``without``; taken when nobody asks for them.
+
+    One that isn't ``exact`` gives other last bits, and is taken only by who says that these don't matter.
+    """
 
     def declare(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         row: Step = full.step  # type: ignore[attr-defined]
         needs = tuple(inspect.signature(fn).parameters)
-        fn.step = replace(row, needs=needs, fn=fn, without=without)  # type: ignore[attr-defined]
+        fn.step = replace(row, needs=needs, fn=fn, without=without, exact=exact)  # type: ignore[attr-defined]
         return fn
 
     return declare
@@ -249,6 +255,7 @@ class Card(Mapping[str, Step]):
         self.leaves: dict[str, Leaf] = {name: leaf for name, leaf in leaves.items() if name in used}
         self.hooked = (*(leaf.name for leaf in self.leaves.values() if leaf.hook), *self._steps)
         """Names of all tensors with a hook: the inputs among them (``x_n``), then the steps, in order."""
+        self._below: dict[frozenset[str], frozenset[str]] = {}
         self._spellings = self._spell()
         self._readers: dict[str, tuple[Step, ...]] = {
             name: tuple(row for row in self._steps.values() if name in row.needs)
@@ -336,11 +343,13 @@ class Card(Mapping[str, Step]):
     def descendants(self, names: Iterable[str]) -> frozenset[str]:
         """Everything that ``names`` reach, themselves left out unless one reaches another."""
         sources = frozenset(names)
-        reached: set[str] = set()
-        for row in self._steps.values():
-            if any(need in sources or need in reached for need in row.needs):
-                reached.add(row.name)
-        return frozenset(reached)
+        if sources not in self._below:
+            reached: set[str] = set()
+            for row in self._steps.values():
+                if any(need in sources or need in reached for need in row.needs):
+                    reached.add(row.name)
+            self._below[sources] = frozenset(reached)
+        return self._below[sources]
 
     def lean(self, name: str) -> Step | None:
         """The other way to ``name`` that does without some tensors, where the card has one."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from probe.dims import Dims
-from probe.engine import Fork, Plan, Weights, evaluate, plan
+from probe.engine import Fork, Numerics, Plan, Weights, evaluate, plan
 from probe.errors import BadText, ShapeMismatch
 from probe.numerics import causal_mask, position_ids, rotation
 from probe.sites import Site, Sites
@@ -24,8 +24,8 @@ SiteShow = Callable[[Site, slice, Tensor], None]
 class Decoder:
     """A model of K2's architecture on some weights. It holds no state: two runs never touch each other."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    def __init__(self, weights: Weights, numerics: Numerics = "reference") -> None:
+        self.weights, self.numerics = weights, numerics
         self.dims: Dims = weights.dims
         self.sites = Sites(self.dims)
 
@@ -49,11 +49,19 @@ class Decoder:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.dims.V:
                 raise BadText(f"token id {low if low < 0 else high} is outside the vocabulary of {self.dims.V}.")
+        self.check_keep(keep, tokens.shape[0], tokens.shape[1] + _past_length(past))
+
+    def check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
+        """Refuse a mask that does not fit these rows.
+
+        Raises:
+            ShapeMismatch: it is of another shape, or has holes.
+            BadText: a row has no real token.
+        """
         if keep is None:
             return
-        length = tokens.shape[1] + _past_length(past)
-        if keep.shape != (tokens.shape[0], length):
-            raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {list(tokens.shape)}.")
+        if keep.shape != (batch, length):
+            raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {[batch, length]}.")
         real = keep.bool()
         if not bool(real.any(-1).all()):
             raise BadText("a row of the mask has no real token.")
@@ -64,7 +72,7 @@ class Decoder:
 
     def run(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         keep: Tensor | None = None,
         *,
         want: Iterable[Site | str] = (Site(None, "logits"),),
@@ -79,7 +87,7 @@ class Decoder:
         """Evaluate the wanted sites, block by block, and stop after the last one that is needed.
 
         Args:
-            tokens: [B, T] token ids.
+            tokens: [B, T] token ids; None where ``known`` has the stream into what is asked for.
             keep: [B, T], true where a token is real; None: all are. Position ids count real tokens from 0.
             want: what to return, in any spelling.
             edited: sites whose value ``tap`` may change. Nothing above them is recomputed where ``known`` has it.
@@ -93,7 +101,8 @@ class Decoder:
         Returns:
             The wanted values, as everything below them sees them.
         """
-        self.check_tokens(tokens, keep, past)
+        if tokens is not None:
+            self.check_tokens(tokens, keep, past)
         wanted = tuple(dict.fromkeys(self.sites.find(site) for site in want))
         asked = _Asked(wanted, frozenset(edited), frozenset(watched), frozenset(chunks))
         return _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
@@ -122,7 +131,7 @@ class _Walk:
     def __init__(
         self,
         decoder: Decoder,
-        tokens: Tensor,
+        tokens: Tensor | None,
         keep: Tensor | None,
         asked: _Asked,
         known: Mapping[Site, Tensor],
@@ -142,7 +151,8 @@ class _Walk:
         depth, into = self.decoder.blocks, self._into()
         x: Tensor | None = None
         if self._asked(None, ("x_0",)) or into[0]:
-            x = self._part(None, ("x_0",), {"tokens": self.tokens, **self._known_of(None)}, "x_0")
+            ids = {} if self.tokens is None else {"tokens": self.tokens}
+            x = self._part(None, ("x_0",), {**ids, **self._known_of(None)}, "x_0")
         for block in range(depth):
             names = self._asked(block)
             if not names and not into[block + 1]:
@@ -189,7 +199,7 @@ class _Walk:
         given = {**known, **({} if x is None else {"x_n": x})}
         dtype, device = given["x_n"].dtype, given["x_n"].device
         if self.frame is None:
-            new = self.tokens.shape[1]
+            new = given["x_n"].shape[1]
             length = new + _past_length(self.past)
             ids = position_ids(self.keep, length, device)[..., -new:]
             mask = causal_mask(self.keep, length, dtype, device)[..., -new:, :]
@@ -211,7 +221,7 @@ class _Walk:
         tap, show = self.tap, self.show
         at = (lambda name, value: tap(Site(block, name), value)) if tap else None
         shown = (lambda name, queries, value: show(Site(block, name), queries, value)) if show else None
-        made = evaluate(todo, given, self.decoder.weights, block, at, shown)
+        made = evaluate(todo, given, self.decoder.weights, block, at, shown, self.decoder.numerics)
         self.clean = self.clean and not edited
         self.out.update({Site(block, name): made[name] for name in names if Site(block, name) in self.want})
         return made[pass_on] if pass_on else None
@@ -228,9 +238,13 @@ def _with_past(tap: SiteTap | None, past: Mapping[Site, Tensor]) -> SiteTap:
         seen = value if tap is None else tap(site, value)
         if site not in past:
             return seen
+
+        def behind(new: Tensor) -> Tensor:
+            return torch.cat([past[site], new], dim=1)
+
         if isinstance(seen, Fork):
-            value, edited = (torch.cat([past[site], part], dim=1) for part in (seen.value, seen.edited))
-            return Fork(value, edited, seen.into)
-        return torch.cat([past[site], seen], dim=1)
+            edited = {reader: behind(new) for reader, new in seen.edited.items()}
+            return Fork(behind(seen.value), edited, behind(seen.shown))
+        return behind(seen)
 
     return whole

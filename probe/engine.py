@@ -7,23 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from probe.card import Card, Step, Values
+from probe.card import Card, Leaf, Step, Values
 from probe.dims import Dims
 from probe.errors import Missing
+from probe.leaves import FP32
 from probe.numerics import Show
+
+Numerics = Literal["reference", "careful"]
+"""``reference``: bit for bit as transformers. ``careful``: residual stream, norms, router and attention in fp32,
+products in the stored precision; the two are one where weights are fp32."""
+
+HEAD_CHUNK = 8192
+"""Columns of the head that are in fp32 at a time."""
 
 
 class Fork(NamedTuple):
-    """A value that only some readers see edited: those named ``into`` read ``edited``, all others ``value``."""
+    """A value that only some readers see edited: each in ``edited`` reads its own, all others ``value``; ``shown`` is
+    what a run returns."""
 
     value: Tensor
-    edited: Tensor
-    into: frozenset[str]
+    edited: Mapping[str, Tensor]
+    shown: Tensor
 
 
 Tap = Callable[[str, Tensor], Tensor | Fork]
@@ -89,6 +98,8 @@ def plan(
     edited: Collection[str] = (),
     watched: Collection[str] = (),
     chunks: Collection[str] = (),
+    *,
+    exact: bool = True,
 ) -> Plan:
     """Decide which steps give ``want`` from ``given``: no others run, and each value is dropped after its last reader.
 
@@ -100,13 +111,14 @@ def plan(
         watched: names that the tap shall see, and that need not stay.
         chunks: names of which chunks of queries will do (``S``, ``A``): shown as they are made, unless somebody asks
             for the whole, which the tap then sees.
+        exact: whether every value shall have the bits that it has when all are looked at.
 
     Raises:
         Missing: something is needed that is neither given nor a step.
     """
     want = tuple(dict.fromkeys(want))
     known = set(given) - card.descendants(edited)
-    lean = _lean_ways(card, {*want, *known, *edited, *watched})
+    lean = _lean_ways(card, {*want, *known, *edited, *watched}, exact)
     shown = {name: way.name for way in lean.values() for name in way.without if name in chunks}
     known -= set(shown.values())  # what shows them runs, even if its value is known
     needed: set[str] = set()
@@ -135,10 +147,11 @@ def _inputs(card: Card, row: Step) -> list[str]:
     return [need for need in row.needs if need in card or (need in card.leaves and card.leaves[need].kind == "input")]
 
 
-def _lean_ways(card: Card, asked: set[str]) -> dict[str, Step]:
+def _lean_ways(card: Card, asked: set[str], exact: bool) -> dict[str, Step]:
     """The steps that take their lean way: nobody asks for what it does without."""
     ways = ((name, card.lean(name)) for name in card)
-    return {name: way for name, way in ways if way is not None and not asked & set(way.without)}
+    free = {name: way for name, way in ways if way is not None and not asked & set(way.without)}
+    return {name: way for name, way in free.items() if way.exact or not exact}
 
 
 def _drops(card: Card, steps: Sequence[Step], want: Collection[str]) -> tuple[tuple[str, ...], ...]:
@@ -155,6 +168,7 @@ def evaluate(
     block: int | None = None,
     tap: Tap | None = None,
     show: Show | None = None,
+    numerics: Numerics = "reference",
 ) -> dict[str, Tensor]:
     """Carry out a plan; no decisions are taken here.
 
@@ -164,6 +178,7 @@ def evaluate(
         block: which block's weights to read, None for the model around the blocks.
         tap: sees every value made, and the tapped ones among the given.
         show: sees each chunk of queries of the plan's ``shown`` names: name, queries, value.
+        numerics: see `compute`.
 
     Returns:
         The wanted values, as the steps below see them.
@@ -194,12 +209,33 @@ def evaluate(
                 args.append(weight)
             else:
                 args.append(weights.read(block, need))
-        value = row.fn(*args)
+        value = compute(row, args, leaves, numerics)
         values[row.name] = value if tap is None else tap(row.name, value)
         del args, value
         for name in drop:
             values.pop(name, None)
-    return {name: _edited(values[name]) for name in todo.want}
+    return {name: _shown(values[name]) for name in todo.want}
+
+
+def compute(row: Step, args: list[Any], leaves: Mapping[str, Leaf], numerics: Numerics) -> Tensor:
+    """One step. ``careful``: activations are fp32 throughout; a product with a stored matrix is made in the matrix's
+    precision and comes back as fp32, the head's in fp32."""
+    if numerics == "reference":
+        return row.fn(*args)
+    stored = [w for need, w in zip(row.needs, args, strict=True) if need in leaves and _is_matrix(leaves[need])]
+    if row.name == "logits":
+        x, W = args
+        return torch.cat([x @ part.to(x.dtype) for part in W.split(HEAD_CHUNK, dim=1)], dim=-1)
+    if stored:
+        low = stored[0].dtype
+        args = [a.to(low) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    value = row.fn(*args)
+    return value.to(torch.float32) if row.dtype == "act" else value
+
+
+def _is_matrix(leaf: Leaf) -> bool:
+    """Routed ones apart: `probe.numerics.grouped` sees to these itself."""
+    return leaf.kind == "weight" and len(leaf.shape) == 2 and leaf.name not in FP32
 
 
 def _only(show: Show | None, names: Collection[str]) -> Show | None:
@@ -211,11 +247,11 @@ def _only(show: Show | None, names: Collection[str]) -> Show | None:
 def _seen_by(reader: str, value: Any) -> Any:
     if not isinstance(value, Fork):
         return value
-    return value.edited if reader in value.into else value.value
+    return value.edited.get(reader, value.value)
 
 
-def _edited(value: Any) -> Tensor:
-    return value.edited if isinstance(value, Fork) else value
+def _shown(value: Any) -> Tensor:
+    return value.shown if isinstance(value, Fork) else value
 
 
 def _activation_dtype(given: Mapping[str, Any]) -> torch.dtype:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from probe.checkpoint import shown, stored_name, stored_shapes
 from probe.dims import Dims
 from probe.errors import BadCheckpoint
 from probe.leaves import FP32
+from probe.names import shown, stored_name, stored_shapes
 from probe.weights import InMemory, weight_sites
 
 _FUSED = {"W_1_e": "gate_up_proj", "W_3_e": "gate_up_proj", "W_2_e": "down_proj"}

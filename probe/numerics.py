@@ -168,16 +168,74 @@ def grouped(x: Tensor, experts: Tensor, W: Tensor) -> Tensor:
         W: [E, in, out].
 
     Returns:
-        [B, T, k, out].
+        [B, T, k, out], in ``x``'s dtype; the product is made in ``W``'s.
     """
-    k = experts.shape[-1]
-    flat = experts.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    rows = x.reshape(-1, x.shape[-1])[order if x.ndim == 4 else order // k]
-    ends = torch.searchsorted(flat[order], torch.arange(1, W.shape[0] + 1, device=flat.device)).to(torch.int32)
-    product = F.grouped_mm(rows, W, offs=ends) if _takes_grouped_mm(rows, W) else grouped_by_hand(rows, W, ends)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return product[back].view(*experts.shape, W.shape[-1])
+    sort = _Sorted(experts, W.shape[0])
+    rows = x.reshape(-1, x.shape[-1]).index_select(0, sort.order if x.ndim == 4 else sort.order // experts.shape[-1])
+    return sort.back(_by_expert(rows, W, sort.ends)).view(*experts.shape, W.shape[-1])
+
+
+def mixture(x: Tensor, experts: Tensor, gates: Tensor, W_1: Tensor, W_3: Tensor, W_2: Tensor) -> Tensor:
+    """Σ_k gates · SwiGLU of the chosen experts, summed in fp32, in one sorting; equal to slot by slot but for rounding.
+
+    On a CPU one expert goes after the other, so that its rows stay in the cache from the first product to the last.
+
+    Args:
+        x: [B, T, d].
+        experts, gates: [B, T, k].
+        W_1, W_3, W_2: [E, d, m], [E, d, m], [E, m, d].
+
+    Returns:
+        [B, T, d], fp32.
+    """
+    sort = _Sorted(experts, W_1.shape[0])
+    rows, token = x.reshape(-1, x.shape[-1]), sort.order // experts.shape[-1]
+    weight = gates.reshape(-1)[sort.order, None]
+    if x.device.type == "cpu":
+        return _one_by_one(rows, token, weight, sort.ends, W_1, W_3, W_2).view(x.shape)
+    here = rows.index_select(0, token)
+    h = F.silu(_by_expert(here, W_1, sort.ends), inplace=True).mul_(_by_expert(here, W_3, sort.ends))
+    y = _by_expert(h, W_2, sort.ends).to(gates.dtype).mul_(weight)
+    return sort.back(y).view(*experts.shape, -1).sum(2)
+
+
+def _one_by_one(
+    rows: Tensor, token: Tensor, weight: Tensor, ends: Tensor, W_1: Tensor, W_3: Tensor, W_2: Tensor
+) -> Tensor:
+    out = weight.new_zeros(rows.shape)
+    for e, (a, b) in enumerate(pairwise([0, *ends.tolist()])):
+        if b > a:
+            here = rows.index_select(0, token[a:b]).to(W_1.dtype)
+            h = F.silu((here @ W_1[e]).to(rows.dtype), inplace=True).mul_((here @ W_3[e]).to(rows.dtype))
+            if h.dtype == weight.dtype == W_2.dtype:
+                out.index_add_(
+                    0, token[a:b], h.mul_(weight[a:b]) @ W_2[e]
+                )  # the neurons are fewer than what they write
+            else:
+                out.index_add_(0, token[a:b], (h.to(W_2.dtype) @ W_2[e]).to(weight.dtype).mul_(weight[a:b]))
+    return out
+
+
+class _Sorted:
+    """Slots in the order of their experts, with where each expert's end; and the way back."""
+
+    def __init__(self, experts: Tensor, count: int) -> None:
+        flat = experts.reshape(-1)
+        self.order = torch.argsort(flat, stable=True)
+        each = torch.arange(1, count + 1, device=flat.device)
+        self.ends = torch.searchsorted(flat[self.order], each).to(torch.int32)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Sorted rows in their slots' own order."""
+        places = torch.arange(len(self.order), device=self.order.device)
+        return rows.index_select(0, torch.empty_like(self.order).scatter_(0, self.order, places))
+
+
+def _by_expert(rows: Tensor, W: Tensor, ends: Tensor) -> Tensor:
+    """Sorted rows times their experts' matrices; in the matrices' dtype, and back in the rows' own."""
+    low = rows.to(W.dtype)
+    made = F.grouped_mm(low, W, offs=ends) if _takes_grouped_mm(low, W) else grouped_by_hand(low, W, ends)
+    return made.to(rows.dtype)
 
 
 def grouped_by_hand(rows: Tensor, W: Tensor, ends: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from probe.blocks import around, card
@@ -28,28 +28,40 @@ class Site(NamedTuple):
 
 
 class Sites:
-    """All sites of a model, in the order in which they are computed."""
+    """All sites of a model, in the order in which they are computed.
 
-    def __init__(self, dims: Dims) -> None:
+    Args:
+        only: the one block that there is, where a block runs alone. A name without a block is then of that block.
+    """
+
+    def __init__(self, dims: Dims, only: int | None = None) -> None:
         self.dims = dims
         self.cards = tuple(card(moe=moe, query_latent=dims.r_q is not None) for moe in dims.moe)
         self.around = around()
+        self.only = only
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The blocks that there are."""
+        return range(len(self.cards)) if self.only is None else (self.only,)
 
     def __iter__(self) -> Iterator[Site]:
-        yield Site(None, "x_0")
-        for block, block_card in enumerate(self.cards):
-            for name in block_card.hooked:
+        outer = [Site(None, name) for name in self.around] if self.only is None else []
+        yield from outer[:1]  # x_0
+        for block in self.blocks:
+            for name in self.cards[block].hooked:
                 yield Site(block, name)
-        for name in self.around:
-            if name != "x_0":
-                yield Site(None, name)
+        yield from outer[1:]
 
     def card(self, block: int | None) -> Card:
         """The card of one block, or of the model around (None).
 
         Raises:
-            OutOfRange: there is no such block.
+            OutOfRange: there is no such block, or another one runs alone.
         """
+        if self.only is not None and block != self.only:
+            there = "the model around the blocks" if block is None else f"block {block}"
+            raise OutOfRange(f"block {self.only} runs alone here, without {there}.")
         if block is None:
             return self.around
         if not 0 <= block < len(self.cards):
@@ -97,7 +109,7 @@ class Sites:
             return spelling, self.node(spelling), False
         spelling = str(spelling)
         match = re.fullmatch(r"(?:blocks|(?:language_model\.)?model\.layers)\.(-?\d+)\.(.+)", spelling)
-        block = int(match[1]) if match else None
+        block = int(match[1]) if match else self.only
         inner = match[2] if match else re.sub(r"^(language_model\.)?model\.", "", spelling)
         node = self._node(self.card(block), inner, spelling, block)
         return Site(block, node.name), node, inner == getattr(node, "inverse", None)

@@ -1,16 +1,28 @@
-"""Text to tokens and back: a ``tokenizer.json``, and token strings fit for labels."""
+"""Text to tokens and back: a ``tokenizer.json`` or Kimi's ``tiktoken.model``, chats, and token strings for labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from tokenizers import AddedToken, Encoding, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as _Tokenizer
 from torch import Tensor
 
-from probe.errors import BadText
+from probe import chat, labels, tiktoken
+from probe.chat import Chat
+from probe.errors import BadText, asking
+
+_FILES = ("tiktoken.model", "tokenizer.json")
+"""What holds a tokenizer, by falling trust: beside Kimi's own file, a ``tokenizer.json`` is a conversion, and the usual
+one splits text by another model's pattern."""
+
+_CONFIG = "tokenizer_config.json"
+_MOST_BYTES = 2**27  # of a tokenizer.json; those of models with a quarter of a million tokens have a quarter of that
 
 
 class Batch(NamedTuple):
@@ -23,23 +35,38 @@ class Batch(NamedTuple):
 class Tokenizer:
     """The tokenizer of a checkpoint directory.
 
+    A ``tokenizer.json`` is taken as it is, and puts in front what it or the ``tokenizer_config.json`` beside it says.
+    Of a ``tiktoken.model`` only the ranks are read, and of the config beside it the names of special tokens; nothing is
+    put in front, and the name of a special token inside a text is ordinary text: `chat` and ids alone bring them in.
+
     Args:
-        path: a ``tokenizer.json``, or a directory that holds one.
+        path: one of these files, or a directory that holds one.
 
     Raises:
-        BadText: there is none, or it cannot be read.
+        BadText: there is none, or it cannot be read; by file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = (_file_in(path) or path / _FILES[-1]) if path.is_dir() else path
         if not file.is_file():
-            raise BadText(f"{file}: there is no tokenizer; give token ids, or a directory with a tokenizer.json.")
-        try:
-            self._tokenizer = _Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise BadText(f"{file}: not a readable tokenizer ({error}).") from None
-        self._know_unknown("<unk>", "[UNK]")
+            raise BadText(
+                f"{file}: there is no tokenizer; give token ids, or a directory with a {' or '.join(_FILES)}."
+            )
+        if file.suffix == ".model":
+            self._keep(_from_ranks(file), "[UNK]")
+        else:
+            self._keep(_from_json(file), "<unk>", "[UNK]")
+            self._begin(file.parent / _CONFIG)
+
+    @classmethod
+    def find(cls, directory: str | Path) -> Tokenizer | None:
+        """The tokenizer of a checkpoint directory, or None where it has none.
+
+        Raises:
+            BadText: it has one that cannot be read.
+        """
+        return cls(directory) if _file_in(Path(directory)) else None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
@@ -56,17 +83,53 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is no fast tokenizer (it has no backend_tokenizer) and none of ours;"
                 " give a Tokenizer, or None and token ids."
             )
-        made = cls.__new__(cls)
-        made._tokenizer = _Tokenizer.from_str(backend.to_str())
-        made._tokenizer.no_padding()  # a call of theirs may have left padding or a length limit on
-        made._tokenizer.no_truncation()
+        copy = _Tokenizer.from_str(backend.to_str())
+        copy.encode_special_tokens = backend.encode_special_tokens  # which is no part of the string
         roles = [getattr(tokenizer, f"{role}_token", None) for role in ("bos", "eos", "pad")]
         word = getattr(tokenizer, "unk_token", None)
-        made._know_unknown("<unk>", "[UNK]", *([] if word is None or word in roles else [str(word)]))
+        made = cls.__new__(cls)
+        made._keep(copy, "<unk>", "[UNK]", *([] if word is None or word in roles else [str(word)]))
         return made
 
-    def _know_unknown(self, *words: str) -> None:
-        self._unknown = {i for word in words if (i := self._tokenizer.token_to_id(word)) is not None}
+    def _keep(self, backend: _Tokenizer, *unknown: str) -> None:
+        backend.no_padding()  # a file, or a call of theirs, may have left padding or a length limit on
+        backend.no_truncation()
+        self._tokenizer = backend
+        self._unknown = {i for word in unknown if (i := backend.token_to_id(word)) is not None}
+        self._bytes = isinstance(backend.decoder, decoders.ByteLevel)
+        self._added = {id: token.content.encode() for id, token in backend.get_added_tokens_decoder().items()}
+        self._named = {name: id for id, name in self._added.items()}
+
+    @property
+    def start(self) -> str:
+        """What position 0 is, in a sentence: it takes much attention and has a size of its own, whatever it is."""
+        front = [self.token(id) for id in self._in_front()]
+        if not front:
+            return "no BOS: position 0 is the text's first token"
+        return f"{' '.join(front)} is put in front: position 0 is {front[0]}"
+
+    def _in_front(self) -> list[int]:
+        """The ids that are put in front of a text; of any, so of the first word that can be encoded."""
+        for id in range(len(self)):
+            with suppress(BadText):
+                made = self._encoding(self._tokenizer.decode([id]))
+                empty = takewhile(lambda place: place[0] == place[1], made.offsets)
+                return [lead for lead, _ in zip(made.ids, empty, strict=False)]
+        return []
+
+    def _begin(self, file: Path) -> None:
+        """Put a BOS in front where the config wants one and the tokenizer's own file, as DeepSeek's, leaves it out."""
+        config = tiktoken.read_config(file)
+        bos = config.get("bos_token")
+        name = bos.get("content") if isinstance(bos, Mapping) else bos
+        if config.get("add_bos_token") is not True or name is None or self._in_front():
+            return
+        if not isinstance(name, str) or name.encode() not in self._named:
+            raise BadText(f"{file}: bos_token is {name!r:.80}, which is no special token of the tokenizer beside it.")
+        pair = (name, self._named[name.encode()])
+        template = processors.TemplateProcessing(single=[name, "$A"], special_tokens=[pair])
+        own = self._tokenizer.post_processor
+        self._tokenizer.post_processor = processors.Sequence([own, template]) if own else template
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with whatever the tokenizer itself puts in front.
@@ -77,12 +140,21 @@ class Tokenizer:
         return self._encoding(text).ids
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """The character range of each token, half-open; empty for tokens that are put in front."""
+        """The character range of each token, half-open; empty for tokens that are put in front. Tokens that share a
+        character's bytes have that character each."""
         return [(int(a), int(b)) for a, b in self._encoding(text).offsets]
 
-    def _encoding(self, text: str):  # type: ignore[no-untyped-def]
-        made = self._tokenizer.encode(text)
-        if not text.strip() or not made.ids:
+    def _encoding(self, text: str, *, plain: bool = False) -> Encoding:
+        """``plain``: nothing is put in front, and names of special tokens are ordinary text."""
+        kept = self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = kept or plain
+        try:
+            made = self._tokenizer.encode(text, add_special_tokens=not plain)
+        except Exception as error:  # the library raises bare Exception
+            raise BadText(f"this tokenizer can't encode {text!r:.80} ({error}).") from None
+        finally:
+            self._tokenizer.encode_special_tokens = kept
+        if not any(a < b for a, b in made.offsets):
             raise BadText("the text is empty.")
         lost = [text[a:b] for i, (a, b) in zip(made.ids, made.offsets, strict=True) if i in self._unknown]
         if lost:
@@ -112,23 +184,100 @@ class Tokenizer:
         keep = torch.tensor([r + p if side == "right" else p + r for r, p in zip(real, pads, strict=True)]).bool()
         return Batch(tokens, keep)
 
+    def chat(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> Chat:
+        """Messages as tokens in Kimi's format: ``<|im_user|>user<|im_middle|>`` content ``<|im_end|>``, for each.
+
+        What a content holds is ordinary text, the names of special tokens too. No message is added: where Kimi's own
+        template would put a default system message first, give one. Models that think go on with ``<think>`` or
+        ``<think></think>``, which is not added either.
+
+        The spans: each content under its role, and under ``after_`` and the role what stands between it and the next
+        content (or the end), the tokens that close one message and open another. The second message of a role is
+        ``user2``, and so on, however many there are.
+
+        Args:
+            messages: ``{"role": "system", "user" or "assistant", "content": text}``.
+            reply: the assistant speaks next: its message is opened, or left open where the last message is its own.
+                False: all are closed.
+
+        Raises:
+            BadText: a message is something else, or this tokenizer lacks Kimi's special tokens.
+        """
+        return chat.render(messages, self._special, lambda text: self._encoding(text, plain=True).ids, reply)
+
+    def _special(self, name: str) -> list[int]:
+        if name.encode() not in self._named:
+            raise BadText(f"this tokenizer has no special token {name}, which Kimi's chat format is made of.")
+        return [self._named[name.encode()]]
+
     def id(self, word: str) -> int:
-        """The id of exactly one token, for answers.
+        """The id of exactly one token, for answers: by its text, by its label, or by a special token's name. Where a
+        text could be either, the label's signs are meant.
 
         Raises:
             BadText: the word is not one token.
         """
-        found = self._tokenizer.token_to_id(word)
-        if found is None:
-            raise BadText(f"{word!r} is not one token of this vocabulary.")
-        return int(found)
+        for data in (labels.unlabel(word), word.encode("utf-8", "surrogatepass")):
+            text = labels.spelt(data) if self._bytes else data.decode("utf-8", "backslashreplace")
+            found = self._named.get(data, self._tokenizer.token_to_id(text))
+            if found is not None:
+                return int(found)
+        raise BadText(f"{word!r} is not one token of this vocabulary.")
 
     def token(self, id: int) -> str:
-        """The token of an id, for labels: spaces as ␣, newlines as ⏎."""
+        """The token of an id as a label, which `id` reads back; see `probe.labels.label`.
+
+        Raises:
+            BadText: there is no such token.
+        """
         text = self._tokenizer.id_to_token(id) if 0 <= id < 2**32 else None  # it takes no other number
         if text is None:
-            raise BadText(f"token id {id} is outside the vocabulary of {self._tokenizer.get_vocab_size()}.")
-        return str(text).replace(" ", "␣").replace("\n", "⏎")
+            raise BadText(f"token id {id} is outside the vocabulary of {len(self)}.")
+        return labels.label(labels.unspelt(text) if self._bytes and id not in self._added else text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, those outside the text (``<bos>``) among them.
+
+        Raises:
+            BadText: there is no such token.
+        """
+        for id in ids:
+            self.token(id)  # the library leaves out what it does not know
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _file_in(directory: Path) -> Path | None:
+    return next((directory / name for name in _FILES if (directory / name).exists()), None)
+
+
+def _from_ranks(file: Path) -> _Tokenizer:
+    """A ``tiktoken.model`` as a byte-level BPE."""
+    ranks = tiktoken.read_ranks(file)
+    with asking(str(file)):
+        merges = list(tiktoken.merges(ranks))
+    config = tiktoken.read_config(file.parent / _CONFIG)
+    with asking(str(file.parent / _CONFIG)):
+        names = tiktoken.special_names(config, ranks)
+    vocabulary = {labels.spelt(token): rank for token, rank in ranks.items()}
+    made = _Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    pieces = pre_tokenizers.Split(Regex(tiktoken.PATTERN), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    made.encode_special_tokens = True
+    return made
+
+
+def _from_json(file: Path) -> _Tokenizer:
+    data = tiktoken.read(file, _MOST_BYTES)
+    try:
+        return _Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare Exception
+        raise BadText(f"{file}: not a readable tokenizer ({error}).") from None

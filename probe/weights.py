@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from probe.card import Leaf
 from probe.dims import Dims
-from probe.errors import BadCheckpoint, Missing
+from probe.errors import BadCheckpoint, Missing, OutOfRange
 from probe.leaves import FP32
 from probe.sites import Sites
 
@@ -38,6 +39,7 @@ class InMemory:
     Args:
         dims: the model's sizes.
         tensors: (block, name) → tensor; block None for the model around the blocks.
+        notes: what a reader of this model's numbers must know.
 
     Raises:
         BadCheckpoint: a weight is missing, unknown, or of another shape than ``dims`` say.
@@ -45,17 +47,21 @@ class InMemory:
 
     resident = True
 
-    def __init__(self, dims: Dims, tensors: Mapping[tuple[int | None, str], Tensor]) -> None:
-        self.dims = dims
+    def __init__(
+        self, dims: Dims, tensors: Mapping[tuple[int | None, str], Tensor], notes: tuple[str, ...] = ()
+    ) -> None:
+        self.dims, self.notes = dims, notes
         self.tensors = dict(tensors)
         expected = {(block, leaf.name): weight_shape(leaf, dims) for block, leaf in weight_sites(dims)}
         for key, shape in expected.items():
             if key not in self.tensors:
-                raise BadCheckpoint(f"{_where(key)} is missing.")
+                raise BadCheckpoint(f"{place_of(*key)} is missing.")
             if tuple(self.tensors[key].shape) != shape:
-                raise BadCheckpoint(f"{_where(key)} should be {list(shape)}, and is {list(self.tensors[key].shape)}.")
+                raise BadCheckpoint(
+                    f"{place_of(*key)} should be {list(shape)}, and is {list(self.tensors[key].shape)}."
+                )
         if unknown := [key for key in self.tensors if key not in expected]:
-            raise BadCheckpoint(f"{_where(unknown[0])} is no weight of this model.")
+            raise BadCheckpoint(f"{place_of(*unknown[0])} is no weight of this model.")
         if dims.tied:
             self.tensors[None, "W_U"] = self.tensors[None, "W_E"].T
 
@@ -63,7 +69,7 @@ class InMemory:
         """One weight of one block; ``experts`` selects rows of its e axis."""
         tensor = self.tensors.get((block, name))
         if tensor is None:
-            raise Missing(f"{_where((block, name))} is no weight of this model.")
+            raise Missing(f"{place_of(block, name)} is no weight of this model.")
         return tensor if experts is None else tensor[list(experts)]
 
     @property
@@ -76,19 +82,20 @@ class InMemory:
         return InMemory(
             self.dims,
             {k: t.to(device=device, dtype=torch.float32 if k[1] in FP32 else dtype) for k, t in self._own().items()},
+            self.notes,
         )
 
     def _own(self) -> dict[tuple[int | None, str], Tensor]:
         """All but a tied head, which is the embedding."""
         return {key: t for key, t in self.tensors.items() if not (self.dims.tied and key == (None, "W_U"))}
 
-    def __reduce__(self) -> tuple[type[InMemory], tuple[Dims, dict[tuple[int | None, str], Tensor]]]:
+    def __reduce__(self) -> tuple[type[InMemory], tuple[Dims, dict[tuple[int | None, str], Tensor], tuple[str, ...]]]:
         """Copied and pickled without a tied head, which is tied anew."""
-        return type(self), (self.dims, self._own())
+        return type(self), (self.dims, self._own(), self.notes)
 
 
-def _where(key: tuple[int | None, str]) -> str:
-    block, name = key
+def place_of(block: int | None, name: str) -> str:
+    """A weight as errors name it."""
     return f"weight {name}" + ("" if block is None else f" of block {block}")
 
 
@@ -102,17 +109,75 @@ def random_weights(
     that a seed means the same numbers on every device.
     """
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[tuple[int | None, str], Tensor] = {}
-    for block, leaf in weight_sites(dims):
-        shape = weight_shape(leaf, dims)
-        drawn = torch.randn(shape, generator=generator)
-        if leaf.name == "b":
-            drawn = 0.3 * drawn
-        elif len(shape) == 1:
-            drawn = 1.0 + 0.2 * drawn
-        elif leaf.name == "W_E":
-            drawn = drawn / dims.d**0.5 * 8  # a residual stream of rms above its updates' by little
-        else:
-            drawn = drawn / shape[-2] ** 0.5
-        tensors[block, leaf.name] = drawn.to(device=device, dtype=torch.float32 if leaf.name in FP32 else dtype)
-    return InMemory(dims, tensors)
+    return InMemory(
+        dims,
+        {
+            (block, leaf.name): _drawn(leaf, weight_shape(leaf, dims), dims, generator).to(
+                device=device, dtype=torch.float32 if leaf.name in FP32 else dtype
+            )
+            for block, leaf in weight_sites(dims)
+        },
+    )
+
+
+def _drawn(leaf: Leaf, shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+    """A weight, or one expert's part of it. In place: a big one is in memory once."""
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    if leaf.name == "b":
+        return drawn.mul_(0.3)
+    if len(shape) == 1:
+        return drawn.mul_(0.2).add_(1.0)
+    if leaf.name == "W_E":
+        return drawn.div_(dims.d**0.5).mul_(8)  # a residual stream of rms above its updates' by little
+    return drawn.div_(shape[-2] ** 0.5)
+
+
+class Drawn:
+    """Random weights that are drawn when they are read: a model of any size, without its memory.
+
+    They spread as those of `random_weights` do, but each has a seed of its own, made of ``seed``, its block, its name
+    and, of a routed weight, the expert. So its numbers are the same in whatever order, company or size of model it is
+    read, and one expert is drawn without the others.
+    """
+
+    resident = False
+
+    def __init__(
+        self,
+        dims: Dims,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.dims, self.seed, self.dtype, self.device = dims, seed, dtype, device
+        self._leaves = {(block, leaf.name): leaf for block, leaf in weight_sites(dims)}
+
+    def read(self, block: int | None, name: str, experts: Sequence[int] | None = None) -> Tensor:
+        """One weight of one block; ``experts`` selects rows of its e axis.
+
+        Raises:
+            Missing: the model has no such weight.
+            OutOfRange: it has no such expert.
+        """
+        if (block, name) == (None, "W_U") and self.dims.tied:
+            return self.read(None, "W_E").T
+        leaf = self._leaves.get((block, name))
+        if leaf is None:
+            raise Missing(f"{place_of(block, name)} is no weight of this model.")
+        if not leaf.routed:
+            return self._one(block, leaf)
+        chosen = range(self.dims.e) if experts is None else experts
+        if beyond := [e for e in chosen if not 0 <= e < self.dims.e]:
+            raise OutOfRange(f"{place_of(block, name)}: there is no expert {beyond[0]} of {self.dims.e}.")
+        made = torch.empty((len(chosen), *weight_shape(leaf, self.dims)[1:]), dtype=self.dtype, device=self.device)
+        for expert, place in zip(chosen, made, strict=True):
+            place.copy_(self._one(block, leaf, expert))
+        return made
+
+    def _one(self, block: int | None, leaf: Leaf, expert: int | None = None) -> Tensor:
+        shape = weight_shape(leaf, self.dims)[1 if leaf.routed else 0 :]
+        place = f"{self.seed} {block} {leaf.name} {expert}".encode()
+        seed = int.from_bytes(blake2b(place, digest_size=4).digest(), "little")  # torch's generator takes 32 bits of it
+        generator = torch.Generator().manual_seed(seed)
+        dtype = torch.float32 if leaf.name in FP32 else self.dtype
+        return _drawn(leaf, shape, self.dims, generator).to(device=self.device, dtype=dtype)

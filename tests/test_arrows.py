@@ -19,10 +19,12 @@ ONLY_IN = {  # library -> where it may be imported
     "matplotlib": "experiments",
     "typer": "experiments",
     "rich": "experiments",
+    "pydantic": "experiments",
+    "sklearn": "experiments",
     "tokenizers": "probe/text.py",
     "transformers": None,  # the oracle is for tests
 }
-HEAVY = {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "tokenizers", "transformer_lens"}
+HEAVY = {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "tokenizers", "transformer_lens", "sklearn"}
 
 Sources = Mapping[str, str]  # a file's path from the root -> its text
 

@@ -197,8 +197,15 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     trainer = Trainer(Recipe(seed=options.seed))
     trainer.train()
-    tokens = {"pad_token_id": ID[PAD], "bos_token_id": ID[BOS], "eos_token_id": ID[EOS]}
-    save(trainer.result(), options.out, dtype=torch.bfloat16, shards=2, **tokens)
+    save(
+        trainer.result(),
+        options.out,
+        dtype=torch.bfloat16,
+        shards=2,
+        pad_token_id=ID[PAD],
+        bos_token_id=ID[BOS],
+        eos_token_id=ID[EOS],
+    )
     prompts.write(options.out)
     quiz = Quiz(Decoder(load(options.out, torch.float32)))
     for kind in quiz.questions:

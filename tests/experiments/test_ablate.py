@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.ablate import ablate
+from experiments.ablate import ablate, outlook
 from experiments.equal import _small, coinciding
 from experiments.metrics import BadMetric
 from experiments.prompts import Prompts
-from hooks import HookedModel
+from experiments.stats import BadSample
+from hooks import HookedModel, resample, zero
 from probe import Decoder, InMemory, random_weights
 from probe.errors import BadEdit, BadText, OutOfRange, UnknownDim, UnknownTensor
 
@@ -241,7 +243,7 @@ def test_draws_are_averaged(model: HookedModel, prompts: Prompts) -> None:
     both = ablate(model, prompts, draws=2, seed=4, **options)
     first, second = (ablate(model, prompts, seed=seed, **options) for seed in (4, 5))
     assert not np.allclose(first["value"], second["value"])
-    np.testing.assert_allclose(both["value"], (first["value"] + second["value"]) / 2)
+    np.testing.assert_allclose(both["value"], (first["value"] + second["value"]) / 2, rtol=1e-4)
     assert both["seed"].isna().all() if "seed" in both else True
     assert set(first["seed"]) == {4}
 
@@ -255,9 +257,11 @@ def test_routing_agreement_and_flips_are_those_of_the_sets(model: HookedModel, p
         with model.hooks(fwd_hooks=[("blocks.1.delta_attn", lambda value, hook: torch.zeros_like(value))]):
             _, edited = model.run_with_cache(tokens, keep)
     kept = total = 0
-    for block in (1, 2, 3):
+    last = torch.zeros_like(real)
+    last[range(len(prompts)), [len(prompt.tokens) - 1 for prompt in prompts.rows]] = True
+    for block, counted in ((1, real), (2, real), (3, last)):  # of the last block only what is read is computed
         for ours, theirs in zip(
-            edited[f"blocks.{block}.experts"][real], base[f"blocks.{block}.experts"][real], strict=True
+            edited[f"blocks.{block}.experts"][counted], base[f"blocks.{block}.experts"][counted], strict=True
         ):
             kept += len(set(ours.tolist()) & set(theirs.tolist()))
             total += model.dims.k
@@ -378,9 +382,18 @@ def test_a_reference_that_holds_the_prompts_is_said_so(model: HookedModel, promp
         ({"tensors": ["delta_heads"]}, BadEdit, "edit `O`"),
         ({"tensors": ["c_KV"], "by": "head"}, UnknownDim, "c_KV has no dim 'h'"),
         ({"blocks": [0], "by": "expert"}, UnknownDim, "by expert"),
-        ({"by": "neuron"}, UnknownDim, "head, position, role, expert"),
-        ({"how": "mean"}, BadEdit, "resample or zero"),
+        ({"by": "neuron"}, UnknownDim, "head, position, role, key, expert, feature"),
+        ({"by": ["head", "head"]}, UnknownDim, "named twice"),
+        ({"by": ["position", "role"]}, UnknownDim, "named twice"),
+        ({"by": "role", "at": "END"}, UnknownDim, "T is limited twice"),
+        ({"at": "subject"}, BadEdit, "row 0 has no span 'subject'"),
+        ({"at": 3}, BadSample, "of 3 shapes"),
+        ({"how": "median"}, BadEdit, "resample, mean, zero, noise, exclude"),
+        ({"how": "exclude"}, BadEdit, "by='expert'"),
+        ({"how": "exclude", "by": "expert", "tensors": ["gates"]}, BadEdit, "choice_score"),
+        ({"how": "exclude", "by": "expert", "blocks": [0]}, UnknownDim, "by expert"),
         ({"draws": 0}, BadEdit, "one draw or more"),
+        ({"how": "mean", "draws": 2}, BadEdit, "nothing to draw"),
         ({"how": "zero", "draws": 2}, BadEdit, "nothing to draw"),
         ({"metrics": ["kll"]}, BadMetric, "Nearest: kl"),
     ],
@@ -428,10 +441,170 @@ def test_several_spellings_are_one_answer(model: HookedModel) -> None:
     assert found["base"] == pytest.approx(float(before[ids].sum().log()), abs=1e-4)
 
 
-def test_answers_of_several_tokens_leave_the_other_metrics(model: HookedModel) -> None:
+def test_answers_of_several_tokens_are_read_token_by_token(model: HookedModel) -> None:
+    """What is resampled is the prompt: behind it stand no reference's tokens, and the answer's own stay."""
     assert model.tokenizer is not None
-    prompts = Prompts.of([{"clean": "The capital of Peru is", "answer": "Lima and"}], model.tokenizer)
-    df = ablate(model, prompts, tensors=["O"], blocks=[2], how="zero", metrics=["kl"])
-    assert df["effect"].gt(0).all()
-    with pytest.raises(BadText, match="'Lima and', has several tokens"):
-        ablate(model, prompts, tensors=["O"], blocks=[2], how="zero")
+    prompts = Prompts.text("The capital of Peru is", model.tokenizer, answer="Lima and")
+    assert prompts.reference is not None
+    df = ablate(model, prompts, tensors=["x_mid"], blocks=[2], metrics=["log_probability", "kl"])
+    whole = Prompts.of([{"clean": "The capital of Peru is Lima"}], model.tokenizer)
+    n = len(prompts.rows[0].tokens)
+    other = Prompts((prompts.reference.rows[prompts.draw(prompts.reference, 0)[0]],), model.tokenizer)
+    new = model.run_with_cache(*other.batch(), names_filter="blocks.2.x_mid")[1]["blocks.2.x_mid"]
+
+    def put(value: Tensor) -> Tensor:
+        value[:, :n] = new[:, :n]
+        return value
+
+    words = [model.tokenizer.id(word) for word in ("Lima", "and")]
+    scores = hooked(model, whole, "blocks.2.x_mid", put)[0, -2:].double().log_softmax(-1)
+    expected = float(sum(score[word] for score, word in zip(scores, words, strict=True)))
+    assert cell(df, "log_probability")["value"] == pytest.approx(expected, abs=1e-4)
+    assert cell(df, "log_probability")["effect"] < -1
+    assert cell(df, "kl")["value"] > 0
+    both = ablate(model, prompts, blocks=[2], metrics=["log_probability"])
+    by_tensor = dict(zip(both["tensor"].astype(str), both["value"], strict=True))
+    assert by_tensor["x_attn"] != pytest.approx(by_tensor["O"], abs=1e-3), "equal for the prompt, not behind it"
+
+
+# ---- the other ways, by hand -----------------------------------------------------------------------------------------
+
+
+def test_mean_ablation_over_pad_tokens_or_without_its_reference_set(model: HookedModel, prompts: Prompts) -> None:
+    """The mean is over the real tokens of the reference prompts, of several lengths, and of nothing else."""
+    reference = prompts.reference
+    assert reference is not None
+    df = ablate(model, prompts, tensors=["O"], blocks=[3], how="mean", metrics=["logit_difference"])
+    assert set(df["source"]) == {"reference/ioi"}
+    rows = [
+        model.run_with_cache(*Prompts((row,), prompts.tokenizer).batch(), names_filter="blocks.3.O")[1]
+        for row in reference.rows
+    ]
+    every = torch.cat([cache["blocks.3.O"][0] for cache in rows])
+    assert len({len(row.tokens) for row in reference.rows}) > 1
+    logits = hooked(model, prompts, "blocks.3.O", lambda value: every.mean(0).expand_as(value))
+    assert cell(df)["value"] == pytest.approx(difference(prompts, logits).mean(), abs=1e-3)
+    assert abs(cell(df)["effect"]) > 0.1
+    alone = Prompts(prompts.rows, prompts.tokenizer)
+    with pytest.raises(BadEdit, match="no reference prompts"):
+        ablate(model, alone, tensors=["O"], how="mean")
+
+
+def test_an_expert_excluded_by_hand(model: HookedModel, prompts: Prompts) -> None:
+    df = ablate(model, prompts, how="exclude", by="expert", blocks=[0, 2], metrics=["logit_difference"])
+    assert set(df["tensor"]) == {"choice_score"}
+    assert set(df["block"]) == {2}, "block 0 is dense"
+    for expert in (0, 11, 14):
+
+        def shut(value: Tensor, e: int = expert) -> Tensor:
+            value[..., e] = -torch.inf
+            return value
+
+        logits = hooked(model, prompts, "blocks.2.choice_score", shut)
+        assert cell(df, expert=expert)["value"] == pytest.approx(difference(prompts, logits).mean(), abs=1e-4)
+    assert (df["routing_agreement"] < 1).any()
+
+
+def test_noise_is_of_the_tensors_own_spread_and_drawn_by_seed(model: HookedModel, prompts: Prompts) -> None:
+    options: dict[str, Any] = {"tensors": ["v"], "blocks": [3], "how": "noise", "metrics": ["logit_difference"]}
+    first, again, other = (cell(ablate(model, prompts, seed=seed, **options)) for seed in (1, 1, 2))
+    assert first["value"] == again["value"] != other["value"]
+    base, keep = model.run(*prompts.batch(), want="blocks.3.v")["blocks.3.v"], prompts.batch().keep
+    drawn = torch.randn(base.shape, generator=torch.Generator().manual_seed(1))
+    noisy = base + (base if keep is None else base[keep]).std() * drawn
+    logits = hooked(model, prompts, "blocks.3.v", lambda value: noisy)
+    assert first["value"] == pytest.approx(difference(prompts, logits).mean(), abs=1e-3)
+    assert (first["seed"], other["seed"]) == (1, 2)
+
+
+def test_a_product_of_parts_at_a_place(model: HookedModel, prompts: Prompts) -> None:
+    """Position sweeps labelled as heads: each cell is the head and the place that its row says."""
+    df = ablate(model, prompts, tensors=["O"], blocks=[3], by=["head", "role"], how="zero", metrics=["kl"])
+    roles = list(dict.fromkeys(df["role"]))
+    assert set(roles[:2]) == {"IO", "S1"}, "in the order of the text"
+    assert roles[2:] == ["S2", "END"]
+    assert list(zip(df["head"], df["role"], strict=True)) == list(product(range(model.dims.h), roles))
+    at_end = ablate(model, prompts, tensors=["O"], blocks=[3], by="head", at="END", how="zero", metrics=["kl"])
+    last = ablate(model, prompts, tensors=["O"], blocks=[3], by="head", at=-1, how="zero", metrics=["kl"])
+    assert (set(at_end["role"]), set(last["role"])) == ({"END"}, {"-1"})
+    places = [len(prompt.tokens) - 1 for prompt in prompts.rows]
+    for head in range(model.dims.h):
+
+        def off(value: Tensor, head: int = head) -> Tensor:
+            value[range(len(places)), places, head] = 0
+            return value
+
+        logits = hooked(model, prompts, "blocks.3.O", off)
+        expected = difference(prompts, logits).mean()
+        row = cell(ablate(model, prompts, tensors=["O"], blocks=[3], by="head", at="END", how="zero"), head=head)
+        assert row["value"] == pytest.approx(expected, abs=1e-4)
+        for other in (at_end, last):
+            assert cell(other, "kl", head=head)["value"] == pytest.approx(
+                cell(df, "kl", head=head, role="END")["value"], abs=1e-6
+            )
+
+
+def test_products_that_coincide_are_computed_once(model: HookedModel, prompts: Prompts) -> None:
+    df = ablate(model, prompts, blocks=[2], by=["head", "role"], how="zero", metrics=["logit_difference"])
+    same = {t: s for t, s in zip(df["tensor"].astype(str), df["same_as"], strict=True) if isinstance(s, str)}
+    views = {"Q_C": "q_C", "Q_pe": "q_pe", "Q_R": "q_pe", "K_C": "k_C", "V": "v"}
+    assert same == {**views, "S": "Q", "O": "A"}, "no score: either factor; nothing read: either of the two"
+
+
+# ---- controls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [None, "END"])
+def test_an_experts_control_are_those_of_the_nearest_load(at: str | None, model: HookedModel, prompts: Prompts) -> None:
+    df = ablate(model, prompts, how="exclude", by="expert", blocks=[3], at=at, metrics=["logit_difference", "kl"])
+    _, cache = model.run_with_cache(*prompts.batch(), names_filter="blocks.3.experts")
+    chosen = cache["blocks.3.experts"]
+    tokens = [
+        chosen[b, t].tolist()
+        for b, prompt in enumerate(prompts.rows)
+        for t in (range(len(prompt.tokens)) if at is None else prompt.spans[at])
+    ]
+    load = {e: sum(e in token for token in tokens) / len(tokens) for e in range(model.dims.e)}
+    effect = {e: cell(df, "kl", expert=e)["effect"] for e in load}
+    for e in load:
+        row = cell(df, "kl", expert=e)
+        assert row["load"] == pytest.approx(load[e])
+        near = sorted((abs(load[e] - load[other]), other) for other in load if other != e)[:3]
+        assert row["control"] == pytest.approx(np.mean([effect[other] for _, other in near]), abs=1e-9)
+    assert sum(load.values()) == pytest.approx(model.dims.k)
+
+
+# ---- what is decoded, and what it would cost -------------------------------------------------------------------------
+
+
+def test_what_is_decoded_after_an_edit(model: HookedModel, prompts: Prompts) -> None:
+    """Zeros act on every step; what takes values of other prompts acts on the prompt alone."""
+    metric = "continuation:2:contains"
+    four = prompts.subset([0, 4, 8])
+    reference = four.reference
+    assert reference is not None
+    off = ablate(model, four, tensors=["O"], blocks=[3], how="zero", metrics=[metric])
+    drawn = ablate(model, four, tensors=["x_n"], blocks=[3], metrics=[metric, "kl"])
+    source = model.run(*reference.batch(), want=["blocks.3.x_n"])
+    swap = resample("x_n", 3, source=source, rows=four.draw(reference, 0))
+    for df, edits, when in ((off, [zero("O", 3)], "both"), (drawn, [swap], "prompt")):
+        new = model.generate(*four.batch(), n=2, edits=edits, when=when).new
+        texts = [four.tokenizer.decode(row.tolist()) for row in new]
+        right = [str(prompt.answer) in text for prompt, text in zip(four.rows, texts, strict=True)]
+        assert cell(df, metric)["value"] == pytest.approx(np.mean(right))
+        assert cell(df, metric)["base"] == 1.0
+    assert cell(drawn, metric)["value"] < 1
+    two = Prompts.text("The capital of Peru is", four.tokenizer, answer="Lima and", wrong="Tokyo ,")
+    with pytest.raises(BadMetric, match="takes each prompt once"):
+        ablate(model, two, tensors=["O"], how="zero", metrics=[metric, "logit_difference"])
+
+
+def test_the_outlook_counts_cells_and_rows(model: HookedModel, prompts: Prompts) -> None:
+    asked: dict[str, Any] = {"tensors": ["O"], "by": "head", "how": "zero"}
+    cost = outlook(model, prompts, **asked)
+    n = len(prompts)
+    assert (cost["cells"], cost["worlds"]) == (16, 16 * n)
+    assert cost["forwards"] == pytest.approx(1 + 4 * (4 + 3 + 2 + 1) / 4, rel=0.01), "each from its block on"
+    assert outlook(model, prompts, **asked, at="END")["forwards"] < cost["forwards"] / 3
+    assert cost["bytes"] > 0
+    assert outlook(model, prompts, tensors=["O"], draws=3)["worlds"] == 3 * 4 * n

@@ -1,13 +1,21 @@
 """Sizes against sums written out over a cache."""
 
+import dataclasses
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from experiments.norms import norms
+from experiments import norms as module
+from experiments.cli import app
+from experiments.frames import BadFrame
+from experiments.norms import massive, norms
 from experiments.prompts import Prompts
+from experiments.tables import stream_tables
 from hooks import HookedModel
 from hooks.cache import Cache
 from probe.errors import OutOfRange, UnknownTensor
@@ -91,6 +99,122 @@ def test_the_largest_channels_are_where_they_are_said_to_be(tensor: str, table: 
         if "expert" in row:
             index[0] = experts.index(index[0])
         assert float(one[tuple(index)]) == pytest.approx(row["value"])
+
+
+# ---- growth, massive activations, sinks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_growth_is_length_out_over_length_in(block: int, table: pd.DataFrame, cache: Cache) -> None:
+    for example, pos in ((0, 0), (1, 8)):
+        before, after = (cache[f"blocks.{block}.{name}"][example, pos].double().norm() for name in ("x_n", "x_next"))
+        (value,) = at(table, block, "x_next", example, pos, "growth")["value"]
+        assert value == pytest.approx(float(after / before), rel=1e-6)
+
+
+def test_growth_needs_what_goes_in(model: HookedModel, prompts: Prompts) -> None:
+    alone = norms(model, prompts, tensors=["x_next"], blocks=[1, 2], channels=0)
+    assert set(alone[alone["metric"] == "growth"]["block"]) == {2}  # block 1's own input was not asked for
+    assert "growth" not in set(norms(model, prompts, tensors=["x_mid"], channels=0)["metric"])
+
+
+def test_sinks_are_means_over_the_queries_after_the_first(
+    table: pd.DataFrame, cache: Cache, model: HookedModel
+) -> None:
+    sinks = table[table["metric"] == "sink"]
+    assert len(sinks) == model.dims.blocks * model.dims.h * 2
+    for row in sinks.to_dict("records"):
+        length = (5, 9)[row["example"]]
+        given = [float(cache["A", row["block"]][row["example"], row["head"], t, 0]) for t in range(1, length)]
+        assert row["value"] == pytest.approx(sum(given) / len(given), rel=1e-5)
+        assert row["base"] == pytest.approx(sum(1 / (t + 1) for t in range(1, length)) / (length - 1))
+        assert row["key"] == 0
+
+
+def test_a_prompt_of_one_token_has_no_sink(model: HookedModel) -> None:
+    ids = Prompts.of([{"clean": "Paul"}], model.tokenizer).rows[0].tokens  # type: ignore[arg-type]
+    assert len(ids) == 2  # <bos> is put in front
+    one = Prompts.of([{"clean": "Paul"}, {"clean": "Paul Jones"}], model.tokenizer)  # type: ignore[arg-type]
+    cut = dataclasses.replace(one, rows=(dataclasses.replace(one.rows[0], tokens=ids[:1], spans={}), one.rows[1]))
+    df = norms(model, cut, tensors=["A", "x_n"], channels=0)
+    assert set(df[df["metric"] == "sink"]["example"]) == {1}
+
+
+def test_the_tiny_model_rests_on_its_first_token(model: HookedModel) -> None:
+    """Heads of the last block that find nothing look at <bos>, which holds the largest channels by far."""
+    assert model.tokenizer is not None
+    df = norms(model, Prompts.load("job", model.tokenizer), tensors=["A", "x_n", "x_next"])
+    sinks = df[df["metric"] == "sink"].groupby(["block", "head"])[["value", "base"]].mean()
+    assert (sinks["value"] > 2 * sinks["base"]).sum() >= 6
+    assert sinks.loc[0, "value"].max() < 0.1  # in block 0 it says nothing yet
+    largest = massive(df, n=1)
+    last = largest[(largest["block"] == 3) & (largest["tensor"] == "x_next")].to_dict("records")[0]
+    assert (last["token"], last["pos"], last["n"]) == ("<bos>", 0, 80)
+    assert abs(last["value"]) > 15 * last["base"]
+
+
+def test_massive_channels_are_each_at_their_largest(table: pd.DataFrame, cache: Cache) -> None:
+    found = massive(table, n=2)
+    for block, tensor in ((0, "x_n"), (2, "x_mid"), (3, "x_next")):
+        here = found[(found["block"] == block) & (found["tensor"] == tensor)].to_dict("records")
+        value = cache[f"blocks.{block}.{tensor}"]
+        real = [(value[i, t], i, t) for i, n in ((0, 5), (1, 9)) for t in range(n)]
+        rms = sorted(float(x.square().mean().sqrt()) for x, _, t in real if t)
+        by_channel = {c: max(float(x[c].abs()) for x, _, _ in real) for c in range(128)}
+        ranked = sorted(by_channel, key=lambda c: -by_channel[c])[:2]
+        assert [row["feature"] for row in here] == ranked
+        for row in here:
+            assert abs(row["value"]) == pytest.approx(by_channel[row["feature"]])
+            assert float(value[row["example"], row["pos"], row["feature"]]) == pytest.approx(row["value"])
+            assert row["base"] == pytest.approx(statistics.median(rms), rel=1e-6)
+    assert not found.duplicated(["block", "tensor", "feature"]).any()
+
+
+def test_massive_needs_channels_of_the_stream(model: HookedModel, prompts: Prompts) -> None:
+    with pytest.raises(BadFrame, match="no channels of the residual stream"):
+        massive(norms(model, prompts, tensors=["A"]))
+
+
+def test_scores_and_patterns_are_never_whole(
+    model: HookedModel, prompts: Prompts, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of queries at a time, and nothing of it stays but its sizes."""
+    monkeypatch.setattr("probe.numerics.QUERY_CHUNK", 4)
+    seen = []
+    measured = module._of_pairs
+
+    def spy(channels: int, value: torch.Tensor) -> Any:
+        seen.append(value.shape[2])
+        return measured(channels, value)
+
+    monkeypatch.setattr(module, "_of_pairs", spy)
+    df = norms(model, prompts, tensors=["S", "A"], channels=3)
+    assert max(seen) == 4
+    columns = ["block", "tensor", "example", "pos", "metric", "value"]
+    whole = table[table["tensor"].isin(["S", "A"])]
+    pairs = [
+        frame[frame["metric"].isin(["rms", "l2", "sink"])].sort_values(columns[:-1])["value"].to_numpy(dtype=float)
+        for frame in (df, whole)
+    ]
+    assert pairs[0] == pytest.approx(pairs[1], rel=1e-5)
+
+
+def test_the_command_tells_growth_channels_and_sinks(tmp_path: Path) -> None:
+    asked = ["norms", "--task", "job", "--tensor", "x_n", "--tensor", "x_next", "--tensor", "A", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    for words in ("Growth of the residual stream", "The largest channels", "Heads that attend most to position 0"):
+        assert words in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"norms.parquet", "norms.csv", "norms.png", "sinks.png"}
+    alone = CliRunner().invoke(app, ["norms", "--task", "job", "--tensor", "c_KV"])
+    assert alone.exit_code == 0, alone.output
+    assert "Growth" not in alone.output
+
+
+def test_one_stream_is_listed_once(table: pd.DataFrame) -> None:
+    """x_next of a block is x_n of the next: the list of channels shows one of the two."""
+    (found,) = (made for made in stream_tables(table) if "largest channels" in made.title)
+    assert {(row[0], row[1]) for row in found.rows if row[1] == "x_n"} <= {("0", "x_n")}
 
 
 def test_places_are_named(table: pd.DataFrame) -> None:

@@ -65,6 +65,12 @@ def words(ax: Axes) -> str:
     return "\n".join(texts)
 
 
+def struck(ax: Axes, hatch: str) -> set[tuple[int, int]]:
+    """Column and row of the cells that are hatched so."""
+    marks = [p for p in ax.patches if isinstance(p, Rectangle) and p.get_hatch() == hatch]
+    return {(round(p.get_x() + 0.5), round(p.get_y() + 0.5)) for p in marks}
+
+
 # ---------------------------------------------------------------- heat maps
 
 
@@ -97,12 +103,11 @@ def test_nan_spoils_no_limit_and_is_told_from_what_was_not_measured():
     del data[7]
     ax = plots.heatmap(frame(data))
     assert ax.images[0].get_clim() == (-12.0, 12.0)
-    hatched = {p.get_xy() for p in ax.patches if isinstance(p, Rectangle) and p.get_hatch()}
-    assert hatched == {(-0.5, 1.5), (-0.5, 2.5)}  # A and O of block 0
+    assert struck(ax, plots.CROSSED) == {(0, 2), (0, 3)}  # A and O of block 0
     grid = ax.images[0].get_array()
     assert np.isnan(np.ma.filled(grid, np.nan)[0, 1])  # v of block 1 has no row: the ground shows
     assert to_rgb(ax.get_facecolor()) == to_rgb(plots.UNMEASURED)
-    assert "grey: not measured · hatched: no value" in words(ax)
+    assert "grey: not measured · crossed: no value" in words(ax)
 
 
 def test_cells_equal_by_construction_share_a_disc():
@@ -158,7 +163,7 @@ def test_roles_make_an_axis_where_each_prompt_has_one_place_for_each():
             two.loc[(two["example"] == example) & (two["pos"] == pos), "role"] = role
     named = two[two["role"].notna()]
     image = plots.heatmap(named, y="block", x="role").images[0]
-    np.testing.assert_allclose(image.get_array()[0], [4.5, 2.5])  # END at 4 and 3, IO at 1 and 2
+    np.testing.assert_allclose(image.get_array()[0], [2.5, 4.5])  # IO at 1 and 2, END at 4 and 3: as they come
     with pytest.raises(BadFrame, match="several rows of one prompt in a cell by block, role"):
         plots.heatmap(two, y="block", x="role")
     with pytest.raises(BadFrame, match="differ in 'role'"):
@@ -189,6 +194,41 @@ def test_a_distance_is_called_by_its_name_and_the_noise_floor_is_shown():
     assert "noise floor" in words(ax)
 
 
+def test_cells_below_the_noise_floor_are_hatched():
+    data = rows()
+    for row in data:
+        row["noise_floor"] = {0: 1.5, 1: float("nan"), 10: 100.0}[row["block"]]
+    data[0]["effect"] = float("nan")
+    ax = plots.heatmap(frame(data))
+    down = [t.get_text() for t in ax.get_yticklabels()]
+    named = {(block, down[row]) for block, row in struck(ax, plots.HATCHED)}
+    quiet = {plots.symbol(name) for name in ("O", "v", "V")}  # effects -1, 0, 1; A has none, x_next 2
+    assert {name for block, name in named if block == 0} == quiet
+    assert not any(block == 1 for block, _ in named), "where no floor was measured nothing is hatched"
+    assert len([1 for block, _ in named if block == 2]) == 5
+    assert "crossed: no value · hatched: below the noise floor" in words(ax)
+    assert struck(ax, plots.CROSSED) == {(0, 2)}
+    assert not struck(plots.heatmap(frame(rows())), plots.HATCHED)
+    boxes = fills(block_diagram(CARDS[0], frame(data), block=0))
+    assert {name for name, box in boxes.items() if box.get_hatch() == plots.HATCHED} == {"O", "v", "V"}
+
+
+def test_what_was_recovered_is_drawn_and_never_averaged_over_prompts():
+    """A mean of ratios is ruled by the pairs whose gap happens to be small."""
+    ax = plots.heatmap(frame(rows(recovered=0.5, direction="noise", noise_floor=3.0)))
+    assert set(ax.images[0].get_array().flatten()) == {0.5}
+    assert words(ax).startswith("Zero, noise: logit diff recovered, n = 8\n"), "no base: 1 is all of it"
+    assert "[logits]" not in words(ax)
+    assert "grey band" not in words(ax), "the floor is in the metric's own unit"
+    assert struck(ax, plots.HATCHED), "and cells are hatched by their effects"
+    each = frame([row | {"example": example} for example in (0, 1) for row in rows(recovered=example)])
+    assert set(plots.heatmap(each).images[0].get_array().flatten()) == {row["effect"] for row in rows()}
+    with pytest.raises(BadFrame, match="a mean of what prompts recover says nothing"):
+        plots.heatmap(each, value="recovered")
+    image = plots.heatmap(each[each["block"] == 0], y="tensor", x="example").images[0]
+    np.testing.assert_allclose(image.get_array(), [[0, 1]] * 5)
+
+
 @pytest.mark.parametrize("make", [plots.heatmap, plots.norms, lambda df: block_diagram(CARDS[0], df)])
 def test_a_frame_without_rows_draws_something_honest(make):
     ax = make(frame([]))
@@ -200,7 +240,7 @@ def test_all_nan_draws():
     nan = float("nan")
     for ax in (plots.heatmap(frame(rows(effect=nan, value=nan))), block_diagram(CARDS[0], {"O": nan})):
         ax.figure.draw_without_rendering()
-        assert "hatched: no value" in words(ax)
+        assert "crossed: no value" in words(ax)
 
 
 @pytest.mark.parametrize(

@@ -394,3 +394,13 @@ def test_200_rows_of_unequal_length_in_one_batch_are_those_rows_one_by_one(
     single = [model.run(*one.batch(), edits=edits, spans=one.spans)["logits"][0, -1] for one in alone]
     torch.testing.assert_close(batched, torch.stack(single), atol=1e-4, rtol=1e-4)
     assert (batched - plain).abs().amax(-1).min() > 1e-3  # the edit acts in every row
+
+
+def test_documents_are_plain_text(tokenizer: Tokenizer) -> None:
+    some = Prompts.documents(tokenizer, 3)
+    assert (len(some), some.has(), some.name) == (3, (), "reference/text")
+    texts = [json.loads(line)["text"] for line in (TINY / "reference" / "text.jsonl").read_text().splitlines()]
+    assert [prompt.clean for prompt in some.rows] == texts[:3]
+    assert len(Prompts.documents(tokenizer)) == len(texts)
+    with pytest.raises(BadText, match=f"holds {len(texts)} documents, and 999 are asked for"):
+        Prompts.documents(tokenizer, 999)

@@ -4,54 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from probe import Checkpoint, Decoder, Dims, InMemory, load, random_weights, save
-from probe.checkpoint import SOURCES, stored_name, stored_shapes
+from probe import Checkpoint, Decoder, Dims, load, random_weights, save
 from probe.errors import BadCheckpoint, BadConfig, ProbeError
+from probe.forms import BUFFERS, EXTRA
 from probe.leaves import FP32, LEAVES
+from probe.names import SOURCES, stored_name, stored_shapes
 from probe.weights import weight_sites
 from tests.oracle import Oracle, config
+from tests.probe.files import INDEX, bits, edit_json, edit_shard, files_of, same
 from tests.probe.small import SMALL, TIED, VARIANTS
 
-INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-1-of-2.safetensors", "model-2-of-2.safetensors"
 TOKENS = torch.randint(0, SMALL.V, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """A tensor's bits, so that NaNs and signed zeros count too."""
-    whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(whole)
-
-
-def same(ours: InMemory | Checkpoint, theirs: InMemory | Checkpoint) -> None:
-    """Every weight equal, bit for bit."""
-    assert ours.dims == theirs.dims
-    for block, leaf in weight_sites(ours.dims):
-        a, b = ours.read(block, leaf.name), theirs.read(block, leaf.name)
-        assert a.dtype == b.dtype, leaf.name
-        assert torch.equal(bits(a), bits(b)), (block, leaf.name)
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    made = json.loads(path.read_text(encoding="utf-8"))
-    change(made)
-    path.write_text(json.dumps(made), encoding="utf-8")
-
-
-def edit_shard(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    state = load_file(path)
-    change(state)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +62,8 @@ def test_round_trip(name: str, shards: int, tmp_path: Path) -> None:
     else:
         assert files == ["config.json", *(f"model-{i + 1}-of-{shards}.safetensors" for i in range(shards)), INDEX]
     same(load(tmp_path), weights)
-    assert Checkpoint(tmp_path).ignored == ()
+    assert Checkpoint(tmp_path).survey.left_out == {}
+    assert Checkpoint(tmp_path).notes == ()
 
 
 def test_round_trip_in_bf16_keeps_the_bias_whole(tmp_path: Path) -> None:
@@ -269,7 +243,7 @@ def test_we_read_what_transformers_saves(name: str, tmp_path: Path) -> None:
 def test_we_read_what_transformers_saves_in_shards(tmp_path: Path) -> None:
     oracle = Oracle(TRANSFORMERS["yarn"], seed=7)
     oracle.model.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(set(Checkpoint(tmp_path).shards.values())) > 2
+    assert len(files_of(tmp_path)) > 2
     same(load(tmp_path), oracle.weights())
 
 
@@ -300,17 +274,21 @@ def test_a_stale_rotary_buffer_is_ignored_and_listed(saved: Path, single: Path) 
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3)]
     edit_shard(single / "model.safetensors", lambda state: state.update({n: torch.full((56,), 7.0) for n in names}))
     checkpoint = Checkpoint(single)
-    assert sorted(checkpoint.ignored) == names
+    assert {what: sorted(left) for what, left in checkpoint.survey.left_out.items()} == {BUFFERS: names}
+    assert checkpoint.notes == load(single).notes == (f"left out: 3 tensors, {BUFFERS}",)
     same(load(single), load(saved))
 
 
 def test_an_extra_layer_is_ignored_where_the_config_says_so(saved: Path, single: Path) -> None:
     extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2), "model.layers.3.mlp.gate.weight": torch.ones(4, 16)}
     edit_shard(single / "model.safetensors", lambda state: state.update(extra))
-    with pytest.raises(BadCheckpoint, match=r"model\.layers\.3\.eh_proj\.weight is no tensor of this model \(2 such"):
+    unknown = r"model\.layers\.3\.\S+ is no tensor of this model\. 1 more differ: `k2probe params`"
+    with pytest.raises(BadCheckpoint, match=unknown):
         Checkpoint(single)
-    edit_json(single / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
-    assert sorted(Checkpoint(single).ignored) == sorted(extra)
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        edit_json(single / "config.json", lambda config, key=key: config.pop("num_nextn_predict_layers", 0))
+        edit_json(single / "config.json", lambda config, key=key: config.update({key: 1}))
+        assert {what: set(names) for what, names in Checkpoint(single).survey.left_out.items()} == {EXTRA: set(extra)}
     same(load(single), load(saved))
     beyond = {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}
     edit_shard(single / "model.safetensors", lambda state: state.update(beyond))
@@ -465,23 +443,8 @@ def test_a_wrong_dtype(single: Path, dtype: torch.dtype, said: str) -> None:
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     edit_shard(single / "model.safetensors", lambda state: state.update({name: state[name].to(dtype)}))
     message = refusal(single)
-    assert f"{name} is {said}; only BF16, F16 and F32 are read yet" in message
-
-
-@pytest.mark.parametrize(
-    ("quantised", "method"),
-    [
-        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "fp8"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
-        ({"bits": 4}, "?"),
-        ("gptq", "gptq"),
-    ],
-)
-def test_a_quantised_config(copy: Path, quantised: Any, method: str) -> None:
-    edit_json(copy / "config.json", lambda config: config.update(quantization_config=quantised))
-    message = refusal(copy)
-    assert f"quantised ({method})" in message
-    assert "only bf16, fp16 and fp32" in message
+    assert f"{name} is {said}" in message
+    assert "quantization_config" in message if said == "F8_E4M3" else "should be one of BF16, F16, F32" in message
 
 
 def test_a_missing_tensor(single: Path) -> None:
@@ -506,16 +469,16 @@ def test_all_the_experts_of_a_block_missing(single: Path) -> None:
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.4.up_proj.weight", "odd", "model.layers.0.mlp.gate.bias"])
 def test_an_unknown_tensor(single: Path, name: str) -> None:
     edit_shard(single / "model.safetensors", lambda state: state.update({name: torch.ones(8, 16)}))
-    assert f"{name} is no tensor of this model (1 such in all)" in refusal(single)
+    assert f"model.safetensors: {name} is no tensor of this model." in refusal(single)
 
 
 def test_a_head_that_contradicts_the_config(tmp_path: Path) -> None:
     save(random_weights(SMALL), tmp_path / "untied")
     edit_json(tmp_path / "untied" / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    assert "it holds lm_head.weight, but tie_word_embeddings is true" in refusal(tmp_path / "untied")
+    assert "lm_head.weight is there, but tie_word_embeddings is true" in refusal(tmp_path / "untied")
     save(random_weights(TIED), tmp_path / "tied")
     edit_json(tmp_path / "tied" / "config.json", lambda config: config.update(tie_word_embeddings=False))
-    assert "lm_head.weight is missing" in refusal(tmp_path / "tied")
+    assert "lm_head.weight is missing, but tie_word_embeddings is false" in refusal(tmp_path / "tied")
 
 
 def test_a_query_latent_that_contradicts_the_config(single: Path) -> None:
@@ -526,7 +489,7 @@ def test_a_query_latent_that_contradicts_the_config(single: Path) -> None:
 def test_eleven_shards_are_all_used_and_none_is_sorted_as_a_string(tmp_path: Path) -> None:
     weights = random_weights(SMALL, 5)
     save(weights, tmp_path, dtype=torch.float32, shards=11)
-    assert len(set(Checkpoint(tmp_path).shards.values())) == 11
+    assert len(files_of(tmp_path)) == 11
     same(load(tmp_path), weights)
 
 

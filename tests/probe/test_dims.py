@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from probe import KIMI_K2, TINY, Dims
-from probe.dims import Yarn, read_config
+from probe.config import read_config
+from probe.dims import Yarn
 from probe.errors import BadConfig, ProbeError
 from tests.probe.small import ALL_MOE, DENSE, DIRECT, K2_CONFIG, SMALL, TIED, VARIANTS, k2
 
@@ -178,9 +179,10 @@ def test_variants_differ() -> None:
     assert all(ALL_MOE.moe)
 
 
-def test_alternating_blocks_have_no_config() -> None:
-    with pytest.raises(BadConfig, match="first_k_dense_replace"):
-        replace(SMALL, moe=(False, True, False)).to_config()
+def test_alternating_blocks_are_written_as_the_only_kind_that_can_say_so() -> None:
+    dims = replace(SMALL, moe=(False, True, False))
+    assert dims.to_config()["model_type"] == "glm4_moe_lite"
+    assert Dims.from_config(dims.to_config()) == dims
 
 
 # --- refused, by key ---------------------------------------------------------------------------
@@ -221,6 +223,13 @@ def test_alternating_blocks_have_no_config() -> None:
         ({"tie_word_embeddings": "no"}, ("tie_word_embeddings", "'no'")),
         ({"max_position_embeddings": -1}, ("max_position_embeddings", "-1")),
         ({"num_nextn_predict_layers": "one"}, ("num_nextn_predict_layers", "'one'")),
+        ({"num_nextn_predict_layers": 2**31 - 1}, ("num_nextn_predict_layers", "beyond all models")),
+        ({"num_hidden_layers": 5000}, ("num_hidden_layers", "5,000", "at most 4,096")),
+        ({"n_routed_experts": 10**6}, ("n_routed_experts", "1,000,000", "at most 4,369")),
+        ({"hidden_size": 2**31}, ("hidden_size", "below 2**31")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps", "positive number")),
+        ({"rope_theta": 10**400}, ("rope_theta", "above 1")),
+        ({"model_type": "x" * 10**6}, ("model_type", "…")),
         ({"rope_theta": None}, ("rope_theta", "None")),
         ({"rope_theta": ...}, ("rope_theta", "None")),
         ({"rope_theta": 1.0}, ("rope_theta", "above 1")),
@@ -291,7 +300,7 @@ def test_strangers_are_refused_with_the_reason(kind: str, reason: str) -> None:
 def test_unknown_families_are_refused(kind: Any) -> None:
     message = refusal(k2(model_type=kind))
     assert message.startswith("model_type: ")
-    assert "kimi_k2, deepseek_v3" in message
+    assert "kimi_k2, deepseek_v3, glm4_moe_lite, youtu, kimi_k25" in message
 
 
 def test_both_of_the_family_are_read() -> None:
@@ -340,13 +349,30 @@ def test_reads_a_file_or_its_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "not JSON"), ("", "not JSON"), ("[1]", "not list"), ("null", "not NoneType"), ('"x"', "not str")],
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("[1]", "not list"),
+        ("null", "not NoneType"),
+        ('"x"', "not str"),
+        ('{"hidden_size": 7168, "hidden_size": 16}', "not JSON (hidden_size is in it twice)"),
+        ("[" * 10_000, "not JSON (it is nested too deeply)"),
+    ],
 )
 def test_a_file_that_is_no_config(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     message = refusal(tmp_path)
     assert str(tmp_path / "config.json") in message
     assert said in message
+
+
+def test_what_a_file_says_wrong_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(k2(n_group=7)), encoding="utf-8")
+    assert refusal(tmp_path).startswith(f"{tmp_path / 'config.json'}: n_group: 7 groups of 384 experts")
+
+
+def test_a_number_of_more_digits_than_python_prints() -> None:
+    assert refusal(k2(hidden_size=10**5000)).startswith("hidden_size: a int beyond telling should be a whole number")
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from probe import InMemory, random_weights
+from probe import Decoder, Drawn, InMemory, random_weights
 from probe.dims import Dims
-from probe.errors import BadCheckpoint, Missing
+from probe.errors import BadCheckpoint, Missing, OutOfRange
 from probe.leaves import LEAVES
 from probe.weights import weight_shape, weight_sites
 from tests.probe.small import SMALL, TIED, VARIANTS
@@ -177,3 +179,70 @@ def test_moving_casts_nothing() -> None:
     moved = InMemory(SMALL, mixed).to(device="meta")
     assert {key: t.dtype for key, t in moved.tensors.items()} == {key: t.dtype for key, t in mixed.items()}
     assert all(t.device.type == "meta" for t in moved.tensors.values())
+
+
+# --- drawn when read ---------------------------------------------------------------------------
+
+
+def drawn_in_memory(drawn: Drawn) -> InMemory:
+    return InMemory(drawn.dims, {(b, leaf.name): drawn.read(b, leaf.name) for b, leaf in weight_sites(drawn.dims)})
+
+
+def test_drawn_numbers_do_not_depend_on_order_company_or_size_of_model() -> None:
+    whole, sites = drawn_in_memory(Drawn(SMALL, 3)), list(weight_sites(SMALL))
+    again = Drawn(replace(SMALL, moe=(*SMALL.moe, True)), 3)
+    for block, leaf in reversed(sites):
+        if block is not None:
+            assert torch.equal(again.read(block, leaf.name), whole.read(block, leaf.name))
+    for name in ("W_1_e", "W_3_e", "W_2_e"):
+        for experts in ([2], [3, 0], []):
+            assert torch.equal(Drawn(SMALL, 3).read(1, name, experts), whole.read(1, name, experts))
+
+
+def test_no_two_drawn_weights_are_alike() -> None:
+    def first(tensor: Tensor) -> float:
+        return float(tensor.flatten()[0])
+
+    seen = []
+    for seed in (0, 1):
+        drawn = Drawn(SMALL, seed)
+        for block, leaf in weight_sites(SMALL):
+            read = drawn.read(block, leaf.name)
+            seen += [first(one) for one in read] if leaf.routed else [first(read)]
+    assert len(set(seen)) == len(seen)
+
+
+def test_drawn_weights_spread_as_random_ones() -> None:
+    drawn, random = Drawn(WIDE, 1), random_weights(WIDE, 1)
+    for block, leaf in weight_sites(WIDE):
+        ours, theirs = drawn.read(block, leaf.name), random.read(block, leaf.name)
+        assert ours.shape == theirs.shape
+        few = 4 / len(ours.flatten()) ** 0.5
+        assert abs(ours.std() / theirs.std() - 1) < few, leaf.name
+        assert abs(ours.mean() - theirs.mean()) < 1.5 * few * theirs.std(), leaf.name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_runs_on_drawn_weights(name: str) -> None:
+    drawn = Drawn(VARIANTS[name], 2, torch.bfloat16)
+    tokens = torch.arange(7)[None]
+    ours = Decoder(drawn).run(tokens, want=["logits"])
+    theirs = Decoder(drawn_in_memory(drawn)).run(tokens, want=["logits"])
+    (a,), (b,) = ours.values(), theirs.values()
+    assert a.dtype == torch.bfloat16
+    assert torch.equal(a, b)
+
+
+def test_drawn_router_and_bias_are_fp32_and_the_head_may_be_tied() -> None:
+    drawn = Drawn(TIED, 2, torch.bfloat16)
+    kinds = {leaf.name: drawn.read(block, leaf.name).dtype for block, leaf in weight_sites(TIED)}
+    assert {name for name, dtype in kinds.items() if dtype == torch.float32} == {"W_g", "b"}
+    assert torch.equal(drawn.read(None, "W_U"), drawn.read(None, "W_E").T)
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(Missing, match="weight W_1_e of block 0 is no weight"):
+        Drawn(SMALL).read(0, "W_1_e")
+    for expert in (-1, SMALL.e):
+        with pytest.raises(OutOfRange, match=f"there is no expert {expert} of {SMALL.e}"):
+            Drawn(SMALL).read(1, "W_1_e", [0, expert])

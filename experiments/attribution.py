@@ -1,0 +1,475 @@
+"""Attribution patching: what patching every tensor would do, to first order, from two runs and one backward pass.
+
+The estimate of a patch is Σ gradient · (source − base), with the gradient of the metric at the base (Nanda, Attribution
+patching, 2023). Integrated gradients take the mean gradient at steps on the straight way of the embedding from base to
+source instead (Sundararajan et al., 2017; for all tensors at once, Hanna et al., Have faith in faithfulness, 2024). The
+choice of experts has no derivative: an attribution holds the base's experts, integrated gradients each step's own.
+Beside them stands what they estimate, the patches themselves: where routing flips, first order knows nothing of it.
+
+Slots of two runs are matched by expert. A contribution (``delta_experts``) of an expert that only one run chose counts
+0 in the other; ``gates`` and ``g_e`` … ``y_e`` of such a one don't exist, and a prompt that needs them has no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from experiments import stats
+from experiments.asking import LOGITS, Ask
+from experiments.frames import IDENTITY, BadFrame, frame, join
+from experiments.measure import Asked, Measured, table
+from experiments.metrics import BadMetric, Metric
+from experiments.options import By, Direction
+from experiments.parts import Part, can_go, columns, listed, parts, place
+from experiments.patch import Sides, check_lengths, patch, sides, usual, wrong
+from experiments.prompts import Prompts
+from experiments.study import activation_dtype, chosen_sites, identity, numel, progress
+from hooks import HookedModel
+from hooks.edits import SCORES
+from hooks.gradients import each_gradient, why_none
+from hooks.sweep import BUDGET
+from hooks.where import Rows, along, where_of
+from probe.card import Leaf, Step, letters
+from probe.errors import BadEdit, UnknownDim
+from probe.sites import Site
+
+X_0 = Site(None, "x_0")
+
+FIRST_ORDER = "attribution"
+"""The kind of estimate that one gradient at the base gives."""
+
+KEPT = 16
+"""Bytes for each number of the model's tensors: of the source, of the base, and what its gradient needs of them."""
+
+FLAT = 1e-9
+"""A gradient of the logits up to here is none: of KL at its least it is what rounding leaves."""
+
+
+def attribute(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    tensors: Sequence[str] | None = None,
+    blocks: Sequence[int] | None = None,
+    by: By | Sequence[By] | None = None,
+    at: str | int | None = None,
+    steps: int = 0,
+    exact: bool = True,
+    direction: Direction = "denoise",
+    metric: str | None = None,
+    seed: int = 0,
+    per_prompt: bool = False,
+    budget: int = BUDGET,
+    name: str | None = None,
+) -> pd.DataFrame:
+    """Estimate the effect of every patch, and patch; a row for each cell and kind, told apart by ``edit``.
+
+    Estimates of all tensors of a model cost less than four forward passes (see ``benchmarks/attribution.py``), of
+    integrated gradients two more a step; patches what `experiments.patch` costs.
+
+    Args:
+        tensors: any spellings; None: all that have a gradient and the parts.
+        blocks: None: all that have the tensor.
+        by: a cell for each position, named span (role), head, key, expert or feature, or for each of a product of
+            several; None: whole tensors.
+        at: a place to limit all cells to: a span's name (``END``) or a position.
+        steps: of integrated gradients, at the middles of as many parts of the way; 0: without them.
+        exact: whether to patch, too.
+        direction: as in `experiments.patch`.
+        metric: one that has a derivative; None: the logit difference, or the answer's log-probability.
+        seed: of the intervals' resamples.
+        per_prompt: a row for each prompt, its index in ``example``, in place of the average.
+        budget: bytes for what is kept of two runs and of gradients, in as many parts of the prompts as that needs;
+            and for the rows in flight of the patches.
+        name: of the model, for the column ``model``, which adds a digest of the weights.
+
+    Returns:
+        A frame (see `experiments.frames.COLUMNS`). Of an estimate ``effect`` is the estimated change, and ``frozen``
+        says that experts were held. ``attrs["left_out"]`` says which tensors have none and why, ``attrs["unmatched"]``
+        counts cells without a value.
+
+    Raises:
+        UnknownTensor, OutOfRange, UnknownDim, BadEdit: a tensor, a block or a part that doesn't exist, has no gradient
+            or can't be patched so; clean and corrupt of unequal length.
+        BadMetric, BadText: a metric that these prompts give no ground for, or without a derivative; prompts without a
+            corrupt text.
+    """
+    if steps < 0:
+        raise BadEdit(f"steps={steps}: integrated gradients take one step or more.")
+    if hooked := sorted(map(str, model.watched())):
+        raise BadEdit(f"hooks are on ({', '.join(hooked)}), and an attribution would pass them by; take them off.")
+    asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
+    found = asked.estimated(model, prompts, steps, budget)
+    common: dict[str, Any] = {
+        "model": identity(model, name),
+        "prompts": prompts.name,
+        "direction": direction,
+        "source": asked.sides.of_source,
+        "dtype": activation_dtype(model),
+        "numerics": model.decoder.numerics,
+    }
+    made = []
+    for edit, one in found.items():
+        held: Any = "experts" if edit == FIRST_ORDER else pd.NA
+        those = wrong(one, direction)
+        df = table(asked.sides.ask, one, per_prompt=per_prompt, seed=seed, wrong=those)
+        made.append(frame(df.assign(edit=edit, frozen=held, **common), study="attribute"))
+    if exact:
+        df = patch(
+            model,
+            prompts,
+            tensors=[str(site) for site in asked.parts],
+            by=by,
+            at=at,
+            direction=direction,
+            metrics=[str(asked.metric)],
+            seed=seed,
+            per_prompt=per_prompt,
+            budget=budget,
+            name=name,
+        )
+        made.append(df.assign(study="attribute"))
+    df = join(*made)
+    df.attrs["left_out"] = asked.left_out
+    df.attrs["unmatched"] = int(df["value"].isna().sum())
+    return df
+
+
+def paired(df: pd.DataFrame) -> pd.DataFrame:
+    """Each estimate beside the patch that it estimates: the cell's columns, ``edit``, ``estimate``, ``patch``, both NaN
+    where there is none, and ``flipped``, whether any expert's choice did.
+
+    Args:
+        df: of `attribute`.
+
+    Raises:
+        BadFrame: it has no patches, or no estimates.
+    """
+    same = [name for name in IDENTITY if name in df and name not in ("edit", "frozen")]
+    loose = df.astype({"tensor": object}).assign(effect=df["effect"].astype(float))
+    exact = loose[loose["edit"] == "patch"]
+    flipped = exact["flips"].fillna(0) > 0 if "flips" in df else False
+    exact = exact.assign(patch=exact["effect"], flipped=flipped)[[*same, "patch", "flipped"]]
+    estimates = loose[loose["edit"] != "patch"].rename(columns={"effect": "estimate"})[[*same, "edit", "estimate"]]
+    if not len(exact) or not len(estimates):
+        raise BadFrame("to compare them takes estimates and the patches themselves: attribute(..., exact=True).")
+    return estimates.merge(exact, on=same, how="inner")
+
+
+def agreement(df: pd.DataFrame) -> pd.DataFrame:
+    """How well estimates of each kind agree with patches, with choices of experts as they were and flipped.
+
+    Args:
+        df: of `attribute`.
+
+    Returns:
+        ``edit``, ``flipped``, ``cells`` that have both, ``correlation`` (Pearson's), ``slope`` (patch on estimate,
+        through the origin: 1, they agree; NaN where all estimates are 0), ``missing`` cells, that lack one.
+    """
+    rows = []
+    for (edit, flipped), part in paired(df).groupby(["edit", "flipped"], sort=False):
+        there = part.dropna(subset=["estimate", "patch"])
+        x, y = there["estimate"].to_numpy(), there["patch"].to_numpy()
+        with np.errstate(invalid="ignore", divide="ignore"):
+            r = float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 else np.nan
+            slope = float(np.divide(x @ y, x @ x))
+        rows.append((edit, flipped, len(there), r, slope, len(part) - len(there)))
+    return pd.DataFrame(rows, columns=["edit", "flipped", "cells", "correlation", "slope", "missing"])
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+class _Asked(NamedTuple):
+    """All that follows from the arguments of `attribute`."""
+
+    sides: Sides
+    metric: Metric
+    parts: dict[Site, list[Part]]
+    cells: list[Asked]
+    left_out: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        model: HookedModel,
+        prompts: Prompts,
+        tensors: Sequence[str] | None,
+        blocks: Sequence[int] | None,
+        by: Sequence[By],
+        at: str | int | None,
+        direction: Direction,
+        metric: str | None,
+    ) -> _Asked:
+        both = sides(model, prompts, direction, [metric or usual(prompts)[0]])
+        check_lengths(both.ask, both.source_ask, by_role=False)
+        (judged,) = both.ask.metrics
+        if judged.tensor is not None or judged.decodes:
+            raise BadMetric(f"{judged} is not made of logits; take one that is, logit_difference or log_probability.")
+        found: dict[Site, list[Part]] = {}
+        cells: list[Asked] = []
+        sites, left_out = _sites(model, tensors, blocks, by)
+        for site in sites:
+            node = model.sites.node(site)
+            there = place(both.prompts, node, at)
+            found[site] = parts(model, both.prompts, site, by, there.where)
+            cells += [Asked((), columns(site, node, there, part), site.block, part.prompts) for part in found[site]]
+        return cls(both, judged, found, cells, left_out)
+
+    def estimated(self, model: HookedModel, prompts: Prompts, steps: int, budget: int) -> dict[str, Measured]:
+        """The estimates of each kind, as if they had been measured."""
+        length = self.sides.ask.tokens.shape[1]
+        made_anyway = (site for site in model.sites if not getattr(model.sites.node(site), "on_request", False))
+        size = KEPT * sum(numel(model, site, 1, length) for site in made_anyway)
+        count = max(1, budget // size)
+        parts = [range(i, min(i + count, len(prompts))) for i in range(0, len(prompts), count)]
+        made: dict[str, list[_Numbers]] = {}
+        direction: Direction = "denoise" if self.sides.of_source == "clean" else "noise"
+        with progress(len(parts), "attribution") as bar:
+            for some in parts:
+                both = sides(model, prompts.subset(some), direction, [str(self.metric)])
+                for kind, numbers in _estimated(model, both, self.parts, list(some), steps).items():
+                    made.setdefault(kind, []).append(numbers)
+                bar.update()
+        return {kind: self._measured(numbers) for kind, numbers in made.items()}
+
+    def _measured(self, numbers: Sequence[_Numbers]) -> Measured:
+        effects, base, source = (np.concatenate(each, axis=-1) for each in zip(*numbers, strict=True))
+        key, lost = self.metric.name, np.isnan(effects)
+        bases = np.where(lost, np.nan, base)
+        return Measured(self.cells, {key: bases + effects}, {key: bases}, {key: source}, {}, [[] for _ in self.cells])
+
+
+def _sites(
+    model: HookedModel, tensors: Sequence[str] | None, blocks: Sequence[int] | None, by: Sequence[By]
+) -> tuple[list[Site], dict[str, str]]:
+    """The sites that have a gradient (and the parts), and what is left out of all tensors, with the reason.
+
+    Raises:
+        BadEdit: a tensor that was named has none.
+        UnknownDim: no tensor has such parts.
+    """
+    found, left_out = [], {}
+    for site in chosen_sites(model, tensors, blocks):
+        if reason := why_none(model, site):
+            if tensors is not None:
+                raise BadEdit(f"{site} can't be attributed to: {reason}.")
+            left_out[site.tensor] = reason
+        elif tensors is not None or all(can_go(one, model.sites.node(site)) for one in by):
+            found.append(site)
+    if not found:
+        raise UnknownDim(f"no tensor of these blocks has parts by {' and '.join(by)}.")
+    return found, left_out
+
+
+# ---- two runs and a gradient -----------------------------------------------------------------------------------------
+
+
+class _Numbers(NamedTuple):
+    """Estimated effects, [cells, prompts], and the metric of base and source, [prompts]."""
+
+    effects: stats.Numbers
+    base: stats.Numbers
+    source: stats.Numbers
+
+
+Held = dict[Site, Tensor]
+"""What a run shows, as it is: nothing is copied, and nobody writes into it."""
+
+
+def _estimated(
+    model: HookedModel, both: Sides, parts: Mapping[Site, Sequence[Part]], prompts: Sequence[int], steps: int
+) -> dict[str, _Numbers]:
+    """Estimates of all cells on some prompts, which are counted among all."""
+    ask, (metric,) = both.ask, both.ask.metrics
+    slots = {Site(site.block, "experts") for site in parts if "k" in model.sites.node(site).shape}
+    names = {*parts, *slots, X_0, LOGITS}
+    source = _held(model, both.source_ask, names)
+    base: Held = {}
+    rows = Rows(ask.keep, len(ask.tokens), ask.tokens.shape[1], ask.spans, spoken=ask.spoken)
+    most = max(source[site].numel() for site in parts)
+    scratch = torch.empty(most, dtype=torch.promote_types(source[X_0].dtype, torch.float32), device=model.device)
+    cells = _Cells(model, ask, rows, parts, prompts, base, source, scratch)
+    first = cells.sums(metric, [None])
+    numbers = [
+        ask.values(metric, seen, ask.seen(base), whose=whose).numpy()
+        for seen, whose in ((ask.seen(base), ask), (both.source_ask.seen(source), both.source_ask))
+    ]
+    made = {FIRST_ORDER: _Numbers(first, *numbers)}
+    if steps:
+        between = [torch.lerp(base[X_0], source[X_0], (i + 0.5) / steps) for i in range(steps)]
+        made[f"integrated gradients, {steps} steps"] = _Numbers(cells.sums(metric, between) / steps, *numbers)
+    return made
+
+
+def _held(model: HookedModel, ask: Ask, names: Collection[Site]) -> Held:
+    """A plain run."""
+    held: Held = {}
+
+    def tap(site: Site, value: Tensor) -> Tensor:
+        if site in names:
+            held[site] = value
+        return value
+
+    with torch.no_grad():
+        model.decoder.run(ask.tokens, ask.keep, tap=tap, watched=names)
+    return held
+
+
+class _Cells(NamedTuple):
+    """The cells of some prompts, and the two runs whose values they exchange.
+
+    Attributes:
+        prompts: counted among all.
+        base: is filled in the first run that is differentiated.
+        scratch: room for the largest product; new memory for each would cost more than the product itself.
+    """
+
+    model: HookedModel
+    ask: Ask
+    rows: Rows
+    parts: Mapping[Site, Sequence[Part]]
+    prompts: Sequence[int]
+    base: Held
+    source: Held
+    scratch: Tensor
+
+    def sums(self, metric: Metric, starts: Sequence[Tensor | None]) -> stats.Numbers:
+        """Gradient · (source − base), [cells, prompts], summed over runs.
+
+        Args:
+            starts: the embedding of each run; None: the base's own.
+        """
+        made = {site: self._zeros(parts) for site, parts in self.parts.items()}
+        for start in starts:
+            seen = self.base if start is None else {}
+
+            def take(site: Site, gradient: Tensor, seen: Held = seen) -> None:
+                if site in made:
+                    made[site] += self._by_part(site, gradient, seen)
+                elif site == LOGITS and not bool((gradient.abs() > FLAT).any()):
+                    raise BadMetric(f"{metric} is flat at the base: to first order nothing changes it; take another.")
+
+            ask, names, score = self.ask, set(self.source), partial(_score, self.ask, metric)
+            each_gradient(self.model, ask.tokens, ask.keep, score, names, seen.__setitem__, take, start)
+        return np.concatenate([made[site] for site in self.parts])
+
+    def _zeros(self, parts: Sequence[Part]) -> stats.Numbers:
+        """[parts, prompts]; NaN where a prompt has no such part."""
+        about = [part.prompts is None or set(part.prompts) for part in parts]
+        return np.array([[0.0 if some is True or p in some else np.nan for p in self.prompts] for some in about])
+
+    def _by_part(self, site: Site, gradient: Tensor, seen: Held) -> stats.Numbers:
+        """[parts, prompts]."""
+        parts = self.parts[site]
+        value, dims = self._products(site, gradient, seen, {dim for part in parts for dim in part.where})
+        made = np.zeros((len(parts), len(self.prompts)))
+        for row, part in zip(made, parts, strict=True):
+            about = None if part.prompts is None else set(part.prompts)
+            among = [b for b, p in enumerate(self.ask.prompt_of) if about is None or self.prompts[p] in about]
+            np.add.at(row, self.ask.prompt_of, _of_part(value, dims, part, self.rows, among).cpu().numpy())
+        return made
+
+    def _products(self, site: Site, gradient: Tensor, seen: Held, wanted: set[str]) -> tuple[Tensor, list[str]]:
+        """Gradient · (source − base) in float64, summed over all dims but rows and those wanted; and these dims."""
+        node, base = self.model.sites.node(site), self.base[site]
+        if "k" in node.shape:
+            return self._of_slots(site, gradient, seen, wanted)
+        value = torch.sub(self.source[site], base, out=self._room(base)).mul_(gradient)
+        if self.rows.keep is not None or node.name in SCORES:
+            value.masked_fill_(~_real(self.rows, node, value), 0.0)
+        dims: list[str] = []
+        for axis in node.shape:
+            if len(several := letters(axis)) > 1:
+                value = value.unflatten(len(dims), [self.model.dims.size(dim) for dim in several])
+            dims += several
+        return _summed(value, dims, {"B", *wanted})
+
+    def _of_slots(self, site: Site, gradient: Tensor, seen: Held, wanted: set[str]) -> tuple[Tensor, list[str]]:
+        """The same of slots, matched by expert."""
+        ours, theirs, here = (run[Site(site.block, "experts")] for run in (self.base, self.source, seen))
+        base, source, experts = self.base[site], self.source[site], ours
+        dims, kept = list(self.model.sites.node(site).shape), {"B", "T", "k", *wanted}
+        if site.tensor == "delta_experts":  # slots are added up, so that one of either run has the gradient of any
+            more, less = (torch.mul(x, gradient[:, :, :1], out=self._room(x)).sum(-1) for x in (source, base))
+            value, experts, dims = torch.cat([more, -less], 2).double(), torch.cat([theirs, ours], 2), dims[:3]
+        else:
+            same, slot = _matched(ours, theirs)
+            if here is not ours:
+                chosen, place = _matched(ours, here)
+                gradient = _in_slots(gradient, place) * _spread(chosen, gradient)
+            value = torch.sub(_in_slots(source, slot), base, out=self._room(base)).mul_(gradient)
+            value, dims = _summed(value, dims, kept)
+            value.masked_fill_(~_spread(same, value), torch.nan)
+        value.masked_fill_(~_spread(self.rows.mask(None, "T").to(value.device), value), 0.0)
+        if "e" in wanted:
+            whole = value.new_zeros(*value.shape[:2], self.model.dims.e, *value.shape[3:])
+            value, dims = whole.scatter_add(2, _spread(experts, value), value), ["B", "T", "e", *dims[3:]]
+        return _summed(value, dims, {"B", *wanted})
+
+    def _room(self, like: Tensor) -> Tensor:
+        return self.scratch[: like.numel()].view(like.shape)
+
+
+def _score(ask: Ask, metric: Metric, logits: Tensor) -> Tensor:
+    """A metric summed over prompts: the gradient at a prompt's rows is its own."""
+    seen = ask.seen({LOGITS: logits})
+    made = ask.values(metric, seen, {LOGITS: seen[LOGITS].detach()}).sum()
+    if not made.requires_grad:
+        raise BadMetric(f"{metric} has no derivative; take logit_difference, log_probability or loss.")
+    return made
+
+
+def _summed(value: Tensor, dims: Sequence[str], kept: Collection[str]) -> tuple[Tensor, list[str]]:
+    """A new tensor, summed over all dims but those kept, in float64; and these dims."""
+    away = [axis for axis, dim in enumerate(dims) if dim not in kept]
+    return (value.sum(away) if away else value.clone()).double(), [dim for dim in dims if dim in kept]
+
+
+def _matched(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """[B T k] both: whether another run chose the expert of a slot, and in which of its slots."""
+    same = ours[..., :, None] == theirs[..., None, :]
+    return same.any(-1), same.int().argmax(-1)
+
+
+def _in_slots(value: Tensor, slot: Tensor) -> Tensor:
+    """[B T k ...]: of each token these slots."""
+    token = torch.arange(slot[..., 0].numel(), device=slot.device).view(*slot.shape[:2], 1)
+    return value.flatten(0, 2).index_select(0, (token * slot.shape[2] + slot).flatten()).view_as(value)
+
+
+def _spread(index: Tensor, value: Tensor) -> Tensor:
+    """Something of the first dims, spread over those of a value."""
+    return index.view(*index.shape, *[1] * (value.ndim - index.ndim)).expand(*index.shape, *value.shape[index.ndim :])
+
+
+def _real(rows: Rows, node: Step | Leaf, value: Tensor) -> Tensor:
+    """Where real tokens stand, and of scores the keys that their queries see; it broadcasts over the value."""
+    mask = torch.ones([1] * value.ndim, dtype=torch.bool)
+    for dim in {"T", "S"} & set(node.shape):
+        mask = mask & along(rows.mask(None, dim), node.shape.index(dim), value.ndim)
+    if node.name in SCORES:
+        mask = mask & torch.ones(value.shape[-2:], dtype=torch.bool).tril()
+    return mask.to(value.device)
+
+
+def _of_part(value: Tensor, dims: Sequence[str], part: Part, rows: Rows, among: Sequence[int]) -> Tensor:
+    """[B]: what the places of a part add up to, of these rows."""
+    left = list(dims)
+    for dim, at in part.where.items():
+        axis = left.index(dim)
+        if dim in ("T", "S"):
+            ((_, named),) = where_of({dim: at})
+            there = along(rows.mask(named, dim, among), axis, value.ndim).to(value.device)
+            value = value.masked_fill(~there, 0.0).sum(axis)
+        else:
+            value = value.select(axis, at)
+        left.pop(axis)
+    return value

@@ -1,0 +1,219 @@
+"""Two checkpoints side by side: how far apart their weights, the sizes of their activations and their routing are.
+
+Weights are compared tensor by tensor, of routed experts expert by expert, in slices: nothing larger than one tensor of
+each model is in memory. With prompts, both models run on the same tokens; in every row ``base`` is the first model's
+number, ``value`` the second's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from experiments.frames import frame, join
+from experiments.norms import measure, sized
+from experiments.prompts import Prompts
+from experiments.routing import by_prompt, moe_blocks
+from experiments.stats import Numbers, summary
+from experiments.study import activation_dtype, identity
+from hooks import HookedModel
+from probe import Weights
+from probe.dims import DIMS
+from probe.errors import BadText, ProbeError
+from probe.weights import weight_sites
+
+SLICE = 2**22
+"""Numbers that are compared at a time, in fp64."""
+
+
+CONSTANTS = ("eps", "scaling", "norm_topk", "n_group", "topk_group", "theta", "yarn", "tied")
+"""What two models of equal sizes may still differ in."""
+
+
+class Unequal(ProbeError, ValueError):
+    """Two models whose tensors cannot be laid side by side."""
+
+
+def compare(
+    first: HookedModel,
+    second: HookedModel,
+    prompts: Prompts | None = None,
+    *,
+    names: tuple[str | None, str | None] = (None, None),
+) -> pd.DataFrame:
+    """The differences of two models of equal dims, in one frame.
+
+    Of every weight (``tensor``; ``block``; ``expert`` NA: over all), as ``value``:
+
+    - ``relative_change``: ‖second − first‖ / ‖first‖, Frobenius; NA where the first is zero and the second isn't;
+    - ``cosine``: of the two as vectors; NA where one is zero;
+    - ``largest_change``: the largest absolute difference of an entry.
+
+    With prompts, prompt by prompt and then averaged over groups, as ``value``, ``base`` and ``effect`` with interval:
+
+    - ``rms`` of every tensor of every block: the median over a prompt's positions, and at ``pos`` 0;
+    - ``load`` of every expert: the share of a prompt's tokens that choose it;
+    - ``agreement`` of the chosen experts: |first ∩ second| / k, each model on its own stream; ``base`` is 1;
+    - ``agreement_same_stream``: the same, with the second's block run alone on the first's stream. What it lacks to 1
+      is the block's own doing; what ``agreement`` lacks more came with the stream.
+
+    Where the two differ in constants (eps, theta …), ``attrs["constants"]`` has both values of each.
+
+    Args:
+        prompts: None: weights only.
+        names: of the two, for the column ``model``.
+
+    Raises:
+        Unequal: the two differ in a dim, in which blocks are MoE, or in dtype and numerics; the message names it.
+        BadText: a token of these prompts is another one to a tokenizer of the two.
+    """
+    check_alike(first, second)
+    both = " → ".join(identity(model, name) for model, name in zip((first, second), names, strict=True))
+    parts = [frame(_weights(first.decoder.weights, second.decoder.weights), study="compare")]
+    if prompts is not None:
+        for model in (first, second):
+            _check_tokens(model, prompts)
+        parts.append(frame(_norms(first, second, prompts), study="compare"))
+        if any(first.dims.moe):
+            parts.append(frame(_routing(first, second, prompts), study="compare"))
+        parts = [parts[0], *(part.assign(prompts=prompts.name) for part in parts[1:])]
+    made = join(*parts).assign(model=both, dtype=activation_dtype(second), numerics=second.decoder.numerics)
+    df = frame(made, study="compare")
+    df.attrs["constants"] = {
+        name: [str(getattr(model.dims, name)) for model in (first, second)]
+        for name in CONSTANTS
+        if getattr(first.dims, name) != getattr(second.dims, name)
+    }
+    return df
+
+
+def load_both(first: str | Path, second: str | Path) -> tuple[HookedModel, HookedModel]:
+    """Two checkpoint directories, their weights read as they are asked for; both in fp32, where left alone they would
+    run in two dtypes."""
+    directories = first, second
+    one, other = (HookedModel.load(directory, keep="disk") for directory in directories)
+    if activation_dtype(one) != activation_dtype(other):
+        one, other = (HookedModel.load(directory, torch.float32, keep="disk") for directory in directories)
+    return one, other
+
+
+def check_alike(first: HookedModel, second: HookedModel) -> None:
+    """Refuse two models of other sizes; or that run in other numerics, where rounding would pass for a difference.
+
+    Raises:
+        Unequal: names the dim.
+    """
+    ours, theirs = first.dims, second.dims
+    for dim in (dim for dim in DIMS if dim not in "BTS"):
+        if (a := getattr(ours, dim)) != (b := getattr(theirs, dim)):
+            raise Unequal(f"the first model has {dim} = {a} ({DIMS[dim]}), the second {b}; only equal sizes compare.")
+    if ours.moe != theirs.moe:
+        counts = [f"{sum(moe)} of {len(moe)}" for moe in (ours.moe, theirs.moe)]
+        raise Unequal(f"their MoE blocks differ: {counts[0]} in the first model, {counts[1]} in the second.")
+    runs = [f"{activation_dtype(model)}, {model.decoder.numerics}" for model in (first, second)]
+    if runs[0] != runs[1]:
+        raise Unequal(f"one runs in {runs[0]}, the other in {runs[1]}: load both with the same dtype and numerics.")
+
+
+def _check_tokens(model: HookedModel, prompts: Prompts) -> None:
+    if model.tokenizer is None:
+        return
+    for id in {id for prompt in prompts.rows for id in prompt.tokens}:
+        ours, theirs = (tokenizer.token(id) for tokenizer in (prompts.tokenizer, model.tokenizer))
+        if ours != theirs:
+            raise BadText(f"the two tokenizers differ: token {id} is {ours!r} in one and {theirs!r} in the other.")
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class _Sums(NamedTuple):
+    """Of two tensors x and y: Σx², Σy², Σxy, Σ(y − x)², max |y − x|."""
+
+    xx: float
+    yy: float
+    xy: float
+    dd: float
+    most: float
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> _Sums:
+        rows = max(1, SLICE // max(1, x[0].numel()))
+        return cls.joined([cls._of(*parts) for parts in zip(x.split(rows), y.split(rows), strict=True)])
+
+    @classmethod
+    def _of(cls, x: Tensor, y: Tensor) -> _Sums:
+        x, y = x.double(), y.double().to(x.device)
+        d = y - x
+        return cls(*(float(n) for n in ((x * x).sum(), (y * y).sum(), (x * y).sum(), (d * d).sum(), d.abs().max())))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Sums]) -> _Sums:
+        """Of tensors put together."""
+        *sums, most = np.array(parts).T
+        xx, yy, xy, dd = (float(column.sum()) for column in sums)
+        return cls(xx, yy, xy, dd, float(most.max()))
+
+    def rows(self, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """As rows of the frame."""
+        relative = 0.0 if self.dd == 0 else (self.dd / self.xx) ** 0.5 if self.xx else np.nan
+        cosine = self.xy / (self.xx * self.yy) ** 0.5 if self.xx and self.yy else np.nan
+        for metric, value in (("relative_change", relative), ("cosine", cosine), ("largest_change", self.most)):
+            yield {**what, "metric": metric, "unit": "1", "value": value}
+
+
+def _weights(first: Weights, second: Weights) -> Iterator[dict[str, Any]]:
+    for block, leaf in weight_sites(first.dims):
+        what = {"block": pd.NA if block is None else block, "tensor": leaf.name}
+        if not leaf.routed:
+            yield from _Sums.of(first.read(block, leaf.name), second.read(block, leaf.name)).rows(what)
+            continue
+        experts = []
+        for e in range(first.dims.e):
+            experts.append(_Sums.of(first.read(block, leaf.name, [e])[0], second.read(block, leaf.name, [e])[0]))
+            yield from experts[-1].rows({**what, "expert": e})
+        yield from _Sums.joined(experts).rows(what)
+
+
+# ---- activations and routing -----------------------------------------------------------------------------------------
+
+
+def _norms(first: HookedModel, second: HookedModel, prompts: Prompts) -> pd.DataFrame:
+    sites, groups = sized(first), [prompt.group for prompt in prompts.rows]
+    sizes = [measure(model, prompts, sites) for model in (first, second)]
+    base, value = (np.stack([size[site].rms.cpu().numpy() for site in sites]) for size in sizes)
+    real = np.arange(base.shape[-1]) < np.array([len(prompt.tokens) for prompt in prompts.rows])[:, None]
+    usual, was = (np.nanmedian(np.where(real, rms, np.nan), axis=-1) for rms in (value, base))
+    what = pd.DataFrame({"block": [s.block for s in sites], "tensor": [s.tensor for s in sites]})
+    at_first = what.assign(pos=0, **summary(value[..., 0], base[..., 0], groups))
+    parts = what.assign(**summary(usual, was, groups)), at_first
+    return pd.concat([part.astype(object) for part in parts], ignore_index=True).assign(metric="rms", unit="1")
+
+
+def _routing(first: HookedModel, second: HookedModel, prompts: Prompts) -> pd.DataFrame:
+    groups, e = [prompt.group for prompt in prompts.rows], first.dims.e
+    ours, theirs = (model.run(*prompts.batch(model.device), want="blocks.*.experts") for model in (first, second))
+    parts = []
+    for block in moe_blocks(first, None):
+        keep = theirs.keep
+        alone = second.run_block(block, ours["x_n", block].to(second.device), keep, want="experts")
+        chosen, other, same = (_chosen(run["experts", block], keep, e) for run in (ours, theirs, alone))
+        shared = [by_prompt((chosen * one).sum(-1) / first.dims.k, prompts) for one in (other, same)]
+        what = pd.DataFrame({"metric": ["agreement", "agreement_same_stream"], "block": block})
+        parts.append(what.assign(**summary(shared, np.ones(len(groups)), groups)))
+        loads = summary(by_prompt(other, prompts), by_prompt(chosen, prompts), groups)
+        parts.append(pd.DataFrame({"metric": "load", "block": block, "expert": range(e)}).assign(**loads))
+    made = pd.concat([part.astype(object) for part in parts], ignore_index=True)
+    return made.assign(tensor="experts", unit="1")
+
+
+def _chosen(experts: Tensor, keep: Tensor | None, e: int) -> Numbers:
+    """[N e]: 1 where a real token chose the expert."""
+    real = experts[torch.ones(experts.shape[:2]).bool() if keep is None else keep.bool()].cpu()
+    return torch.zeros(len(real), e, dtype=torch.float64).scatter(-1, real, 1.0).numpy()
