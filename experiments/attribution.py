@@ -261,7 +261,7 @@ def _sites(
         if reason := why_none(model, site):
             if tensors is not None:
                 raise BadEdit(f"{site} can't be attributed to: {reason}.")
-            left_out[site.tensor] = reason
+            left_out[site.tensor] = f"{site.tensor}: {reason}"
         elif tensors is not None or all(can_go(one, model.sites.node(site)) for one in by):
             found.append(site)
     if not found:

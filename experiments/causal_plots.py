@@ -249,7 +249,7 @@ def scatter(df: pd.DataFrame, ax: Axes | None = None, *, kind: str = "attributio
     ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
     lost = int(numbers["missing"].sum())
     notes = [f"{lost} cells lack a patch or an estimate"] if lost else []
-    what = f"{kind[:1].upper()}{kind[1:]} and patches, {df['prompts'].iloc[0]}"
+    what = f"{kind[:1].upper()}{kind[1:]}, against patches: {df['prompts'].iloc[0]}"
     heading(ax, what if title is None else title, notes)
     return ax
 
@@ -269,4 +269,5 @@ def _name_worst(ax: Axes, pairs: pd.DataFrame) -> None:
         named.append((x, y))
         parts = "".join(f", {name} {row[name]}" for name in names if pd.notna(row[name]))
         text = f"{symbol(row['tensor'])} of block {row['block']}{parts}"
-        ax.annotate(text, (x, y), (6, -3), textcoords="offset points", fontsize=SMALL, color=SOFT)
+        pale = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
+        ax.annotate(text, (x, y), (7, -3), textcoords="offset points", fontsize=SMALL, color=SOFT, bbox=pale)

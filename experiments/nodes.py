@@ -63,7 +63,7 @@ def nodes(model: HookedModel, prompts: Prompts, texts: str | Sequence[str]) -> l
     found: dict[str, Node] = {}
     for text in [texts] if isinstance(texts, str) else texts:
         with asking(f"node {text!r}"):
-            name, *words = text.split() or [""]
+            name, *words = text.split() or [text]
             around = name in model.sites.around.spellings()
             for site in [model.sites.find(name)] if around else chosen_sites(model, [name], None):
                 for part in _parts(model, prompts, site, words):

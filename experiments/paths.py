@@ -31,7 +31,10 @@ from experiments.study import activation_dtype, identity, numel
 from hooks import Cache, Cell, Edit, HookedModel, Live, freeze, sweep
 from hooks import outlook as ahead
 from hooks import patch as patched
+from hooks.edits import SCORES
+from hooks.stream import differs
 from hooks.sweep import BUDGET
+from hooks.where import Rows, where_of
 from probe.errors import BadEdit
 from probe.sites import Site, Sites
 
@@ -118,7 +121,11 @@ def outlook(
     """What `paths` would take; see `experiments.measure.cost`."""
     asked = _Paths.of(model, prompts, senders, receivers, hold, direction, frozen, metrics)
     both = asked.sides
-    stand_in = [asked.second(first, end, both.source) for first in asked.firsts for end in first.receivers]
+    stand_in = [
+        asked.second(first, end, both.source, None if end.site == LOGITS else end.part.rows(both.ask))
+        for first in asked.firsts
+        for end in first.receivers
+    ]
     second = cost(model, both.ask, stand_in, both.source)
     first = ahead(model, asked.base(), [one.cell for one in asked.firsts], sources=[both.source]).forwards
     again = 4.0 * (len(asked.parts(model, budget)) - 1)  # base and source, in both sweeps
@@ -208,27 +215,48 @@ class _Paths(NamedTuple):
 
     def measured(self, model: HookedModel, firsts: Sequence[_First], budget: int) -> Measured:
         """First runs in a sweep, second runs in another."""
-        base, arrived = self.base(), dict[int, dict[Site, Tensor]]()
+        base, seen = self.base(), dict[int, dict[Site, Tensor]]()
 
         def look(who: Cell | Live, site: Site, value: Tensor) -> None:
-            if isinstance(who, Cell):
-                arrived.setdefault(id(who), {})[site] = value
+            seen.setdefault(id(who), {})[site] = value
 
         cells = [first.cell for first in firsts if first.looked]
         if cells:
             sweep(model, base, cells, look, sources=[self.sides.source], want=(), budget=budget)
+        of_base = seen.pop(id(base), {})
         asked = []
         for first in firsts:
-            values = Cache(model.sites, arrived.pop(id(first.cell), {}), base.rows)
-            asked += [self.second(first, end, values) for end in first.receivers]
+            arrived = Cache(model.sites, seen.pop(id(first.cell), {}), base.rows)
+            for end in first.receivers:
+                where = None if end.site == LOGITS else self._new(model, end, arrived, of_base, base.rows)
+                asked.append(self.second(first, end, arrived, where))
         ask, source_ask, source = self.sides.ask, self.sides.source_ask, self.sides.source
         return measure(model, ask, asked, source=source, source_ask=source_ask, budget=budget, what="paths")
 
-    def second(self, first: _First, end: Node, arrived: Cache | Live) -> Asked:
-        """The receiver alone takes what has arrived; where that is the logits, the first run says all."""
-        edits: tuple[Edit, ...] = first.cell.edits
-        if end.site != LOGITS:
-            where = end.part.rows(self.sides.ask)
+    def _new(
+        self, model: HookedModel, end: Node, arrived: Cache, of_base: Mapping[Site, Tensor], rows: Rows
+    ) -> dict[str, Any] | None:
+        """Where in the receiver anything arrives; None: nowhere. The base's own values are left out, as the second
+        sweep may round them otherwise, and that would look like an effect."""
+        node, where = model.sites.node(end.site), end.part.rows(self.sides.ask)
+        dim = "T" if "T" in node.shape else "S"
+        values = [run[end.site] for run in (arrived, of_base)]
+        if "h" in where and "h" in node.shape:
+            values = [value.select(node.shape.index("h"), where["h"]) for value in values]
+        elif node.name in SCORES:
+            values = [value.transpose(1, 2) for value in values]
+        named = dict(where_of({dim: where[dim]}))[dim] if dim in where else None
+        new = differs(*values).cpu() & rows.mask(named, dim, where.get("B"))
+        return {**where, dim: new} if bool(new.any()) else None
+
+    def second(self, first: _First, end: Node, arrived: Cache | Live, where: Mapping[str, Any] | None) -> Asked:
+        """The receiver alone takes what has arrived; where that is the logits, the first run says all.
+
+        Args:
+            where: in the receiver's dims; None: nothing has arrived.
+        """
+        edits: tuple[Edit, ...] = first.cell.edits if end.site == LOGITS else ()
+        if where is not None:
             edits = (patched(end.site.tensor, end.site.block, source=arrived, **where), *self.frozen)
         columns = {"sender": str(first.sender), "receiver": str(end), **first.sender.columns}
         block = (first.sender if end.site == LOGITS else end).site.block

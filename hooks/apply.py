@@ -251,7 +251,9 @@ class At:
         if isinstance(self.edit.how, Add) and self.edit.how.direction.tensor.ndim > len(self.node.shape) - 2:
             return None
         rows = self.rows
-        places = [[rows.first[b] + p for p in rows.positions(b, place, self.node.name)] for b in self.among]
+        places = [
+            [rows.first[b] + p for p in sorted(set(rows.positions(b, place, self.node.name)))] for b in self.among
+        ]
         return torch.tensor(places) if len({len(some) for some in places}) == 1 else None
 
     @cached_property
@@ -421,7 +423,8 @@ class At:
                     f" {too_far[0]} for row {b}; nothing lies beyond its last."
                 )
             moved = moved or here != there
-            table[b, [first + p for p in here]] = torch.tensor([source.rows.first[j] + p for p in there])
+            taken = [source.rows.first[j] + p for p in there]  # none, where a mask names others
+            table[b, [first + p for p in here]] = torch.tensor(taken, dtype=torch.long)
         if moved:
             self._check_moved()
         self.moved = moved

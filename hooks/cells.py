@@ -111,7 +111,7 @@ class Held:
     def __getitem__(self, site: Site) -> Tensor:
         if self.stream is not None:
             assert site.block == self.block, f"{site} is asked for in block {self.block}"
-            return self.stream.grid(site.tensor)
+            return self.stream.grid(site.tensor, 0, self.stream.shown_to(site, 0))
         shape = self.rows.shape(self._lent.node(site), self.dims)
         empty = torch.empty(shape, device="meta")
         return torch.cat([empty, empty], dim=2) if site in self.added else empty
@@ -127,8 +127,7 @@ class Outcome:
     """What a cell came to.
 
     Attributes:
-        touched: rows along the tensor's last axis that its edits replaced, at least in part. (Slots in the last block
-            are counted as the base's, where nobody reads the cell's.)
+        touched: rows along the tensor's last axis that its edits replaced, at least in part.
         worlds: prompts on which it changed anything and was computed; on the others its values are the base's.
         routing_agreement: share of chosen experts that the base chose too, over MoE blocks and the positions that the
             edits can reach and that are computed (in the last block, those read); None where they reach no router.

@@ -123,7 +123,7 @@ def outlook(
     rows = [int(_after(ats, walk.base).sum()) for ats in walk.ats]
     left = [blocks - max(0, min((model.sites.depth(at.site) for at in ats), default=blocks)) for ats in walk.ats]
     forwards = roots + sum(n * b for n, b in zip(rows, left, strict=True)) / (tokens * blocks)
-    chunks = [sum(rows[i] for i in members) for members in walk.members]
+    chunks = [sum(walk.sizes[i] for i in members) for members in walk.members]
     return Outlook(forwards, max(chunks, default=0) * walk.bytes_per_row())
 
 
@@ -162,13 +162,16 @@ class _Walk:
         self.wholes = [{self.sites.find(site) for site in cell.whole} for cell in self.cells]
         if squares := sorted(str(site) for site in self.want if site.tensor in SCORES):
             raise BadEdit(f"{squares[0]} is over pairs of positions; look at it whole.")
+        self.first = first
+        if first != -1:
+            self.sites.card(first)
+        self.starts = [self._start(live) for live in self.lives]
         ats = self._bind(base, sources)
         self.looked = looked = self.want.union(self.whole, *self.wholes)
-        self.first, self.last = first, max(map(self.sites.depth, looked), default=-1)
+        self.last = max(map(self.sites.depth, looked), default=-1)
         self._check_first(ats)
-        mixed = {at.site for some in (*self.root_ats, *ats) for at in some if at.mixes}
-        self.trimmed = self._trimmed({self.sites.depth(site) for site in mixed.union(self.whole, *self.wholes)})
-        self.starts = [self._start(live) for live in self.lives]
+        everywhere = self.whole.union(*self.wholes, *map(self._see_all, ats))
+        self.trimmed = self._trimmed(set(map(self.sites.depth, everywhere)))
         self.base = self._root(base, None)
         self.sources = [self._root(live, self.base) for live in sources]
         self.roots = [self.base, *self.sources]
@@ -211,11 +214,24 @@ class _Walk:
         """A walk that starts in a block neither edits nor shows what comes before."""
         if self.first < 0:
             return
-        self.sites.card(self.first)
         before = [site for site in self.looked if self.sites.depth(site) < self.first]
         before += [at.site for some in (*self.root_ats, *ats) for at in some if self.sites.depth(at.site) < self.first]
         if before:
             raise BadEdit(f"the walk starts in block {self.first}, so {before[0]} is never made.")
+
+    def _see_all(self, ats: Sequence[At]) -> set[Site]:
+        """Where a cell's edits must see rows that nobody reads: those that mix positions, or hang on chosen experts
+        that an edit before may have changed."""
+        seen = {at.site for at in (*self.root_ats[0], *ats) if at.mixes}
+        for at in (*self.root_ats[0], *ats):
+            block = at.site.block
+            if (
+                at.by_slot
+                and block is not None
+                and any(bool(other.reach(block, self.lives[0].rows).any()) for other in ats)
+            ):
+                seen.add(at.site)
+        return seen
 
     def _trimmed(self, whole: set[int]) -> set[int]:
         """The parts in which only the positions read matter: the last one, and before the head the last block too."""
@@ -271,7 +287,7 @@ class _Walk:
         Cells that start at the same positions stand together, so that their attention is one product.
         """
         each = self.bytes_per_row()
-        sizes = [self._most(i, some) for i, some in enumerate(ats)]
+        self.sizes = sizes = [self._most(i, some) for i, some in enumerate(ats)]
         after = [int(_after(some, self.base).sum()) for some in ats]
         members: list[list[int]] = []
         full = budget

@@ -263,18 +263,18 @@ def test_groups_are_the_units_of_the_ratio() -> None:
 
 
 def test_pairs_that_hardly_differ_are_counted_and_kept_out_of_rows_by_prompt() -> None:
-    same = replace(JOB.rows[0], corrupt=JOB.rows[0].clean, corrupt_tokens=JOB.rows[0].tokens)
-    prompts = replace(JOB, rows=(*JOB.rows, replace(same, group="same")))
+    words = {key: getattr(task("capital").rows[6], key) for key in ("answer", "wrong")}
+    beside = replace(JOB.rows[0], **words, group="beside")  # two cities: neither job has much to do with them
+    prompts = replace(JOB, rows=(*JOB.rows, beside))
     df = patch(MODEL, prompts, by="role", blocks=[0], metrics=DIFFERENCE)
     assert set(df["small_gaps"]) == {1}
     each = patch(MODEL, prompts, by="role", blocks=[0], metrics=DIFFERENCE, per_prompt=True)
     assert each.loc[each["example"] == 6, "recovered"].isna().all()
     assert each.loc[each["example"] < 6, "recovered"].notna().all()
-    assert set(each.loc[each["example"] == 6, "effect"]) == {0}
+    assert each.loc[each["example"] == 6, "effect"].abs().max() > 0
     clean = patch(MODEL, JOB, by="role", blocks=[0], metrics=DIFFERENCE)
     assert set(clean["small_gaps"]) == {0}
-    first = cell(df, role="first")
-    assert first["recovered"] == pytest.approx(cell(clean, role="first")["recovered"], abs=1e-6), "0 / 0 biases neither"
+    assert cell(df, role="first")["recovered"] == pytest.approx(1, abs=1e-3), "of the means they stay a part"
 
 
 def test_prompts_that_the_model_gets_wrong_are_reported() -> None:
