@@ -7,42 +7,25 @@ it is used, so that ``k2probe --help`` answers at once.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from experiments.asking import Ask
     from experiments.metrics import METRICS, Metric
     from experiments.prompts import Prompt, Prompts, tasks
 
 _FROM = {
     "METRICS": "metrics",
+    "Ask": "asking",
     "Metric": "metrics",
     "Prompt": "prompts",
     "Prompts": "prompts",
     "tasks": "prompts",
 }
-_MODULES = (
-    "ablate",
-    "check",
-    "compare",
-    "demo",
-    "diagram",
-    "frames",
-    "metrics",
-    "norms",
-    "patch",
-    "plots",
-    "probes",
-    "prompts",
-    "routing",
-    "runs",
-    "spec",
-    "stats",
-    "steer",
-    "studies",
-    "top",
-)
+_MODULES = frozenset(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 
-__all__ = ["METRICS", "Metric", "Prompt", "Prompts", "tasks"]
+__all__ = ["METRICS", "Ask", "Metric", "Prompt", "Prompts", "tasks"]
 
 
 def __getattr__(name: str) -> Any:

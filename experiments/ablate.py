@@ -25,9 +25,9 @@ from experiments.measure import Asked, Source, cost, measure, table
 from experiments.options import By, How
 from experiments.parts import Part, ablation, can_go, columns, dim_of, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, chosen_blocks, chosen_sites, identity
+from experiments.study import chosen_blocks, chosen_sites, common
 from hooks import HookedModel, Live
-from hooks.sweep import BUDGET
+from hooks.cells import BUDGET
 from hooks.where import Rows, where_of
 from probe.errors import BadEdit, UnknownDim
 from probe.sites import Site
@@ -88,18 +88,15 @@ def ablate(
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     found = measure(model, cells.ask, cells.asked, source=cells.source, budget=budget, what=how)
     df = _with_twins(table(cells.ask, found, per_prompt=per_prompt, seed=seed), cells.twins, model)
-    common: dict[str, Any] = {
-        "model": identity(model, name),
-        "prompts": prompts.name,
+    same: dict[str, Any] = {
+        **common(model, name, prompts),
         "edit": how,
         "seed": seed if how in ("resample", "noise") and draws == 1 else pd.NA,
         "source": source_name(prompts, reference) if cells.source is not None else pd.NA,
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
     if "expert" in listed(by):
         df = _with_controls(df)
-    df = frame(df.assign(**common), study="ablate")
+    df = frame(df.assign(**same), study="ablate")
     df.attrs["left_out"] = cells.left_out
     df.attrs["unmatched"] = found.unmatched
     return df
@@ -118,11 +115,12 @@ def outlook(
     metrics: Sequence[str] | None = None,
     seed: int = 0,
     draws: int = 1,
+    timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `ablate` would take; see `experiments.measure.cost`."""
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
-    return cost(model, cells.ask, cells.asked, cells.source)
+    return cost(model, cells.ask, cells.asked, cells.source, timed=timed)
 
 
 class _Cells(NamedTuple):
@@ -154,7 +152,7 @@ class _Cells(NamedTuple):
         _check(how, several, draws, tensors)
         ask = Ask(model, prompts, metrics)
         sites, left_out = _editable(model, tensors, blocks, several, how)
-        forced = how in ("resample", "mean") and _forces(ask)
+        forced = how in ("resample", "mean") and forces(ask)
         placed = (at is not None or forced) and not {"position", "role"} & set(several)
         twins = _twins(model, sites, (*several, "role") if placed else several, how)
         source: Live | None = None
@@ -180,7 +178,7 @@ class _Cells(NamedTuple):
         return cls(ask, asked, source, twins, left_out)
 
 
-def _forces(ask: Ask) -> bool:
+def forces(ask: Ask) -> bool:
     """Whether answers stand behind prompts, of several tokens each: there is nothing to put in their place."""
     lengths = [ask.tokens.shape[1]] * len(ask.tokens) if ask.keep is None else ask.keep.sum(-1).tolist()
     return lengths != list(ask.spoken)

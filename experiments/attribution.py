@@ -6,12 +6,14 @@ source instead (Sundararajan et al., 2017; for all tensors at once, Hanna et al.
 choice of experts has no derivative: an attribution holds the base's experts, integrated gradients each step's own.
 Beside them stands what they estimate, the patches themselves: where routing flips, first order knows nothing of it.
 
-Slots of two runs are matched by expert. A contribution (``delta_experts``) of an expert that only one run chose counts
+An estimate compares the two runs position by position; texts whose spans stand elsewhere can only be patched. Slots of
+two runs are matched by expert. A contribution (``delta_experts``) of an expert that only one run chose counts
 0 in the other; ``gates`` and ``g_e`` … ``y_e`` of such a one don't exist, and a prompt that needs them has no value.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,20 +25,20 @@ from torch import Tensor
 
 from experiments import stats
 from experiments.asking import LOGITS, Ask
-from experiments.frames import IDENTITY, BadFrame, frame, join
+from experiments.frames import IDENTITY, BadFrame, check_one, frame, join
 from experiments.measure import Asked, Measured, table
 from experiments.metrics import BadMetric, Metric
 from experiments.options import By, Direction
 from experiments.parts import Part, can_go, columns, listed, parts, place
 from experiments.patch import Sides, check_lengths, patch, sides, usual, wrong
+from experiments.patch import outlook as of_patches
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, chosen_sites, identity, numel, progress
+from experiments.study import chosen_sites, common, numel, progress, seconds
 from hooks import HookedModel
-from hooks.edits import SCORES
+from hooks.cells import BUDGET
 from hooks.gradients import each_gradient, why_none
-from hooks.sweep import BUDGET
 from hooks.where import Rows, along, where_of
-from probe.card import Leaf, Step, letters
+from probe.card import letters
 from probe.errors import BadEdit, UnknownDim
 from probe.sites import Site
 
@@ -47,6 +49,9 @@ FIRST_ORDER = "attribution"
 
 KEPT = 16
 """Bytes for each number of the model's tensors: of the source, of the base, and what its gradient needs of them."""
+
+FORWARDS = 4
+"""What an estimate of all tensors takes, in forward passes; see ``benchmarks/attribution.py``."""
 
 FLAT = 1e-9
 """A gradient of the logits up to here is none: of KL at its least it is what rounding leaves."""
@@ -72,7 +77,7 @@ def attribute(
     """Estimate the effect of every patch, and patch; a row for each cell and kind, told apart by ``edit``.
 
     Estimates of all tensors of a model cost less than four forward passes (see ``benchmarks/attribution.py``), of
-    integrated gradients two more a step; patches what `experiments.patch` costs.
+    integrated gradients as much again for each step; patches what `experiments.patch` costs.
 
     Args:
         tensors: any spellings; None: all that have a gradient and the parts.
@@ -97,30 +102,26 @@ def attribute(
 
     Raises:
         UnknownTensor, OutOfRange, UnknownDim, BadEdit: a tensor, a block or a part that doesn't exist, has no gradient
-            or can't be patched so; clean and corrupt of unequal length.
+            or can't be patched so; clean and corrupt that aren't of one length, or have the spans elsewhere.
         BadMetric, BadText: a metric that these prompts give no ground for, or without a derivative; prompts without a
             corrupt text.
     """
-    if steps < 0:
-        raise BadEdit(f"steps={steps}: integrated gradients take one step or more.")
+    _check_steps(steps)
     if hooked := sorted(map(str, model.watched())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and an attribution would pass them by; take them off.")
     asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
     found = asked.estimated(model, prompts, steps, budget)
-    common: dict[str, Any] = {
-        "model": identity(model, name),
-        "prompts": prompts.name,
+    same: dict[str, Any] = {
+        **common(model, name, prompts),
         "direction": direction,
         "source": asked.sides.of_source,
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
     made = []
     for edit, one in found.items():
         held: Any = "experts" if edit == FIRST_ORDER else pd.NA
         those = wrong(one, direction)
         df = table(asked.sides.ask, one, per_prompt=per_prompt, seed=seed, wrong=those)
-        made.append(frame(df.assign(edit=edit, frozen=held, **common), study="attribute"))
+        made.append(frame(df.assign(edit=edit, frozen=held, **same), study="attribute"))
     if exact:
         df = patch(
             model,
@@ -140,6 +141,40 @@ def attribute(
     df.attrs["left_out"] = asked.left_out
     df.attrs["unmatched"] = int(df["value"].isna().sum())
     return df
+
+
+def outlook(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    tensors: Sequence[str] | None = None,
+    blocks: Sequence[int] | None = None,
+    by: By | Sequence[By] | None = None,
+    at: str | int | None = None,
+    steps: int = 0,
+    exact: bool = True,
+    direction: Direction = "denoise",
+    metric: str | None = None,
+    budget: int = BUDGET,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `attribute` would take; see `experiments.measure.cost`."""
+    _check_steps(steps)
+    asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
+    # A metric without a derivative is refused here as it would be there.
+    first = sides(model, prompts.subset([0]), direction, [str(asked.metric)]).ask
+    _score(first, asked.metric, torch.zeros(*first.tokens.shape, model.dims.V, device=model.device, requires_grad=True))
+    ask, size = asked.sides.ask, asked.size(model)
+    found = {"cells": float(len(asked.cells)), "forwards": float(FORWARDS * (1 + steps))}
+    found["bytes"] = float(size * min(len(prompts), max(1, budget // size)))
+    if exact:
+        of, judged = [str(site) for site in asked.parts], [str(asked.metric)]
+        same: dict[str, Any] = {"by": by, "at": at, "direction": direction, "metrics": judged, "timed": False}
+        patches = of_patches(model, prompts, tensors=of, **same)
+        found["forwards"] += patches["forwards"]
+        found["bytes"] = max(found["bytes"], patches["bytes"])
+    return {**found, "seconds": found["forwards"] * (seconds(model, ask.tokens, ask.keep) if timed else np.nan)}
 
 
 def paired(df: pd.DataFrame) -> pd.DataFrame:
@@ -172,7 +207,11 @@ def agreement(df: pd.DataFrame) -> pd.DataFrame:
     Returns:
         ``edit``, ``flipped``, ``cells`` that have both, ``correlation`` (Pearson's), ``slope`` (patch on estimate,
         through the origin: 1, they agree; NaN where all estimates are 0), ``missing`` cells, that lack one.
+
+    Raises:
+        BadFrame: as `paired`; or it is of several models or sets of prompts.
     """
+    check_one(df)
     rows = []
     for (edit, flipped), part in paired(df).groupby(["edit", "flipped"], sort=False):
         there = part.dropna(subset=["estimate", "patch"])
@@ -209,7 +248,8 @@ class _Asked(NamedTuple):
         metric: str | None,
     ) -> _Asked:
         both = sides(model, prompts, direction, [metric or usual(prompts)[0]])
-        check_lengths(both.ask, both.source_ask, by_role=False)
+        check_lengths(both.ask, both.source_ask, by_role=True)
+        _check_places(both, by, at)
         (judged,) = both.ask.metrics
         if judged.tensor is not None or judged.decodes:
             raise BadMetric(f"{judged} is not made of logits; take one that is, logit_difference or log_probability.")
@@ -225,10 +265,7 @@ class _Asked(NamedTuple):
 
     def estimated(self, model: HookedModel, prompts: Prompts, steps: int, budget: int) -> dict[str, Measured]:
         """The estimates of each kind, as if they had been measured."""
-        length = self.sides.ask.tokens.shape[1]
-        made_anyway = (site for site in model.sites if not getattr(model.sites.node(site), "on_request", False))
-        size = KEPT * sum(numel(model, site, 1, length) for site in made_anyway)
-        count = max(1, budget // size)
+        count = max(1, budget // self.size(model))
         parts = [range(i, min(i + count, len(prompts))) for i in range(0, len(prompts), count)]
         made: dict[str, list[_Numbers]] = {}
         direction: Direction = "denoise" if self.sides.of_source == "clean" else "noise"
@@ -240,11 +277,38 @@ class _Asked(NamedTuple):
                 bar.update()
         return {kind: self._measured(numbers) for kind, numbers in made.items()}
 
+    def size(self, model: HookedModel) -> int:
+        """Bytes that one prompt takes."""
+        rows, length = max(Counter(self.sides.ask.prompt_of).values()), self.sides.ask.tokens.shape[1]
+        made_anyway = (site for site in model.sites if not getattr(model.sites.node(site), "on_request", False))
+        return KEPT * sum(numel(model, site, rows, length) for site in made_anyway)
+
     def _measured(self, numbers: Sequence[_Numbers]) -> Measured:
         effects, base, source = (np.concatenate(each, axis=-1) for each in zip(*numbers, strict=True))
         key, lost = self.metric.name, np.isnan(effects)
         bases = np.where(lost, np.nan, base)
         return Measured(self.cells, {key: bases + effects}, {key: bases}, {key: source}, {}, [[] for _ in self.cells])
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 0:
+        raise BadEdit(f"steps={steps}: integrated gradients take one step or more.")
+
+
+def _check_places(both: Sides, by: Sequence[By], at: str | int | None) -> None:
+    """Refuse a base and a source that can't be compared position by position.
+
+    Raises:
+        BadEdit: rows of other lengths; spans of the parts that stand elsewhere.
+    """
+    sides = [zip(ask.spoken, ask.spans, strict=True) for ask in (both.ask, both.source_ask)]
+    for row, ((ours, here), (theirs, there)) in enumerate(zip(*sides, strict=True)):
+        names = list(here) if "role" in by else [at.partition("[")[0]] if isinstance(at, str) else []
+        odd = f"clean and corrupt are of {ours} and {theirs} tokens" if ours != theirs else ""
+        for name in (name for name in names if not odd and here.get(name) != there.get(name)):
+            odd = f"the span {name!r} of clean and of corrupt are at different positions"
+        if odd:
+            raise BadEdit(f"row {row}: {odd}, and estimates go position by position; patch aligns spans by role.")
 
 
 def _sites(
@@ -305,7 +369,9 @@ def _estimated(
     made = {FIRST_ORDER: _Numbers(first, *numbers)}
     if steps:
         between = [torch.lerp(base[X_0], source[X_0], (i + 0.5) / steps) for i in range(steps)]
-        made[f"integrated gradients, {steps} steps"] = _Numbers(cells.sums(metric, between) / steps, *numbers)
+        made[f"integrated gradients, {steps} step{'s' if steps > 1 else ''}"] = _Numbers(
+            cells.sums(metric, between) / steps, *numbers
+        )
     return made
 
 
@@ -351,6 +417,10 @@ class _Cells(NamedTuple):
         for start in starts:
             seen = self.base if start is None else {}
 
+            def look(site: Site, value: Tensor, seen: Held = seen) -> None:
+                if seen is self.base or site.tensor == "experts":  # of a step no more is asked
+                    seen[site] = value
+
             def take(site: Site, gradient: Tensor, seen: Held = seen) -> None:
                 if site in made:
                     made[site] += self._by_part(site, gradient, seen)
@@ -358,7 +428,7 @@ class _Cells(NamedTuple):
                     raise BadMetric(f"{metric} is flat at the base: to first order nothing changes it; take another.")
 
             ask, names, score = self.ask, set(self.source), partial(_score, self.ask, metric)
-            each_gradient(self.model, ask.tokens, ask.keep, score, names, seen.__setitem__, take, start)
+            each_gradient(self.model, ask.tokens, ask.keep, score, names, look, take, start)
         return np.concatenate([made[site] for site in self.parts])
 
     def _zeros(self, parts: Sequence[Part]) -> stats.Numbers:
@@ -382,9 +452,8 @@ class _Cells(NamedTuple):
         node, base = self.model.sites.node(site), self.base[site]
         if "k" in node.shape:
             return self._of_slots(site, gradient, seen, wanted)
+        # Nothing is masked: pads have no gradient; hidden keys have none in S, and are 0 in the A of both runs.
         value = torch.sub(self.source[site], base, out=self._room(base)).mul_(gradient)
-        if self.rows.keep is not None or node.name in SCORES:
-            value.masked_fill_(~_real(self.rows, node, value), 0.0)
         dims: list[str] = []
         for axis in node.shape:
             if len(several := letters(axis)) > 1:
@@ -448,16 +517,6 @@ def _in_slots(value: Tensor, slot: Tensor) -> Tensor:
 def _spread(index: Tensor, value: Tensor) -> Tensor:
     """Something of the first dims, spread over those of a value."""
     return index.view(*index.shape, *[1] * (value.ndim - index.ndim)).expand(*index.shape, *value.shape[index.ndim :])
-
-
-def _real(rows: Rows, node: Step | Leaf, value: Tensor) -> Tensor:
-    """Where real tokens stand, and of scores the keys that their queries see; it broadcasts over the value."""
-    mask = torch.ones([1] * value.ndim, dtype=torch.bool)
-    for dim in {"T", "S"} & set(node.shape):
-        mask = mask & along(rows.mask(None, dim), node.shape.index(dim), value.ndim)
-    if node.name in SCORES:
-        mask = mask & torch.ones(value.shape[-2:], dtype=torch.bool).tril()
-    return mask.to(value.device)
 
 
 def _of_part(value: Tensor, dims: Sequence[str], part: Part, rows: Rows, among: Sequence[int]) -> Tensor:

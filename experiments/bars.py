@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.frames import BadFrame
+from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, heading, nothing, short, symbol
 
 RANKED = ("tensor", "block", "head", "expert", "feature", "metric")
@@ -42,15 +42,22 @@ def split(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None
     names = ["in all", "routing frozen", "routing alone", "interaction"]
     values = [float(x) for x in here["effect"]]
     _bars(ax, values, [f"{name}   {short(value)}" for name, value in zip(names, values, strict=True)])
-    low, high = (here[name].astype(float).to_list() for name in ("ci_low", "ci_high"))
-    ax.hlines(range(4), low, high, color=INK, lw=1.2)
+    if known := "ci_low" in here:
+        low, high = (here[name].astype(float).to_list() for name in ("ci_low", "ci_high"))
+        ax.hlines(range(4), low, high, color=INK, lw=1.2)
     unit = str(here["unit"].iloc[0])
     ax.set_xlabel(f"change of {metric.replace('_', ' ')}" + (f" [{unit}]" if unit != "1" else ""), fontsize=SIZE)
     label = str(here["edit"].iloc[0])
     agreed = here["routing_agreement"].iloc[0]
-    note = f"routing agreement {float(agreed):.2f}, n = {here['n'].max()}; lines: 95 % intervals"
+    note = f"routing agreement {float(agreed):.2f}, n = {here['n'].max()}{'; lines: 95 % intervals' if known else ''}"
     heading(ax, f"{label[:1].upper()}{label[1:]}" if title is None else title, [note])
     return ax
+
+
+def splits(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
+    """A picture of each metric of a frame of `experiments.routing.split`, with a name for its file."""
+    for i, metric in enumerate(df["metric"].unique()):
+        yield f"split{i}", split(df, metric=metric)
 
 
 def ranking(df: pd.DataFrame, ax: Axes | None = None, *, title: str | None = None) -> Axes:
@@ -60,8 +67,9 @@ def ranking(df: pd.DataFrame, ax: Axes | None = None, *, title: str | None = Non
         ax: where to draw; a new figure of notebook width without.
 
     Raises:
-        BadFrame: the frame has several rankings.
+        BadFrame: the frame has several rankings, or is of several models or sets of texts.
     """
+    check_one(df)
     if ax is None:
         _, ax = plt.subplots(figsize=(9, max(1.6, 0.24 * len(df) + 0.9)), layout="constrained")
     if not len(df) or df["value"].isna().all():

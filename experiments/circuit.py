@@ -16,24 +16,27 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from itertools import combinations_with_replacement
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import pandas as pd
+from torch import Tensor
 
-from experiments.ablate import reference_of, source_name
+from experiments.ablate import forces, reference_of, source_name
 from experiments.asking import Ask
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.nodes import Node, nodes
 from experiments.options import Rest
-from experiments.parts import ablation
+from experiments.parts import ablation, dim_of
 from experiments.patch import usual
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, identity
+from experiments.study import common
 from hooks import Edit, HookedModel, Live
-from hooks.sweep import BUDGET
+from hooks.cells import BUDGET
+from hooks.where import Rows, where_of
 from probe.errors import BadEdit
 
 AMONG = ("O h=*", "delta_ffn")
@@ -66,7 +69,8 @@ def circuit(
         reference: what to resample from, or to average; None: the prompts' own.
         random_sets: how many random sets the circuit's faithfulness is held against.
         subsets: how many random halves of the circuit completeness is tried with, beside each node alone.
-        metrics: names, see `experiments.metrics.metric`; None: the usual ones of the logits.
+        metrics: names, see `experiments.metrics.metric`; None: the usual ones of the logits. One of the edited block
+            is of the last block that has nodes.
         seed: of random sets and halves, of the draw of reference rows, of the intervals' resamples.
         draws: how many draws of reference rows; metrics are averaged over them.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
@@ -74,7 +78,8 @@ def circuit(
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
-        A frame (see `experiments.frames.COLUMNS`). ``test`` says what ``value`` and ``base`` are:
+        A frame (see `experiments.frames.COLUMNS`). ``attrs["unmatched"]`` counts rows without a value: they need an
+        expert's gate or output that no reference prompt has. ``test`` says what ``value`` and ``base`` are:
 
         ============  ===============================  ===========================================================
         faithfulness  of the circuit (``against``: of  of everything ablated; ``recovered`` is the share of what
@@ -84,24 +89,21 @@ def circuit(
         ============  ===============================  ===========================================================
 
     Raises:
-        UnknownTensor, OutOfRange, UnknownDim, BadEdit: a node that doesn't exist or can't be ablated, one in another;
+        UnknownTensor, OutOfRange, UnknownDim, BadEdit: a node that doesn't exist or can't be ablated, two that overlap;
             a kept one that is not among all; more random sets than there are.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a reference of their shape.
     """
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
     found = measure(model, asked.ask, asked.cells, source=asked.source, budget=budget, what="circuit")
     parts = [table(asked.ask, one, per_prompt=per_prompt, seed=seed) for one in asked.by_test(found)]
-    common: dict[str, Any] = {
-        "model": identity(model, name),
-        "prompts": prompts.name,
+    same: dict[str, Any] = {
+        **common(model, name, prompts),
         "edit": how,
         "seed": seed,
         "source": source_name(prompts, reference) if asked.source is not None else pd.NA,
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
-    df = frame(pd.concat(parts, ignore_index=True).assign(**common), study="circuit")
-    df.attrs["unmatched"] = found.unmatched
+    df = frame(pd.concat(parts, ignore_index=True).assign(**same), study="circuit")
+    df.attrs["unmatched"] = int(df["value"].isna().sum())
     return df
 
 
@@ -118,11 +120,12 @@ def outlook(
     metrics: Sequence[str] | None = None,
     seed: int = 0,
     draws: int = 1,
+    timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `circuit` would take; see `experiments.measure.cost`."""
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
-    return cost(model, asked.ask, asked.cells, asked.source)
+    return cost(model, asked.ask, asked.cells, asked.source, timed=timed)
 
 
 Set = frozenset[int]
@@ -170,10 +173,10 @@ class _Circuit(NamedTuple):
         if draws < 1 or (how != "resample" and draws > 1):
             raise BadEdit(f"draws={draws}: resampling takes one draw or more; {how} has nothing to draw.")
         every = nodes(model, prompts, among)
-        _check_apart(every)
+        ask = Ask(model, prompts, metrics or usual(prompts))
+        _check_apart(every, ask)
         own = _among(every, nodes(model, prompts, kept))
         tests = _tests(every, own, random_sets, subsets, seed)
-        ask = Ask(model, prompts, metrics or usual(prompts))
         source: Live | None = None
         rows: list[list[int] | None] = [None] * draws
         if how != "zero":
@@ -183,23 +186,31 @@ class _Circuit(NamedTuple):
                 drawn = (prompts.draw(theirs, seed + i) for i in range(draws))
                 rows = [[draw[p] for p in ask.prompt_of] for draw in drawn]
         sets = list(dict.fromkeys(one for test in tests for one in (test.value, test.base)))
-        cells = [_cell([every[i] for i in sorted(one)], ask, how, rows) for one in sets]
+        where = [_where(model, node, ask, how) for node in every]
+        last = max((node.site.block for node in every if node.site.block is not None), default=None)
+        ablated = ([(every[i], where[i]) for i in sorted(one)] for one in sets)
+        cells = [Asked(tuple(partial(_edits, some, how, each) for each in rows), {}, last) for some in ablated]
         return cls(ask, every, own, tests, cells, {one: i for i, one in enumerate(sets)}, source)
 
     def by_test(self, found: Measured) -> list[Measured]:
         """The numbers of each kind of test, out of those of all sets."""
+        base = {metric: np.fmax.reduce(x) for metric, x in found.base.items()}  # of all sets that have a value
         made = []
         for kind in dict.fromkeys(test.test for test in self.tests):
             tests = [test for test in self.tests if test.test == kind]
-            value, base = [self.place[test.value] for test in tests], [self.place[test.base] for test in tests]
+            one, other = [self.place[test.value] for test in tests], [self.place[test.base] for test in tests]
+            values, bases = (
+                {metric: np.where(np.isnan(x[but]), np.nan, x[of]) for metric, x in found.values.items()}
+                for of, but in ((one, other), (other, one))
+            )
             made.append(
                 Measured(
                     [Asked((), self._columns(test), None) for test in tests],
-                    {metric: x[value] for metric, x in found.values.items()},
-                    {metric: x[base] for metric, x in found.values.items()},
-                    {metric: x[0] for metric, x in found.base.items()} if kind == "faithfulness" else {},
-                    {metric: x[value] for metric, x in found.noise.items()},
-                    [found.outcomes[i] for i in value],
+                    values,
+                    bases,
+                    base if kind == "faithfulness" else {},
+                    {metric: x[one] for metric, x in found.noise.items()},
+                    [found.outcomes[i] for i in one],
                 )
             )
         return made
@@ -244,7 +255,9 @@ def _others(every: Sequence[Node], own: Set, count: int, rng: random.Random) -> 
     makeup = Counter(every[i].site.tensor for i in sorted(own))
     there = math.prod(math.comb(len(like[tensor]), n) for tensor, n in makeup.items()) - 1
     if not 0 <= count <= there:
-        raise BadEdit(f"random_sets={count}: there are {there} other sets with as many nodes of each tensor.")
+        raise BadEdit(
+            f"random_sets={count}: there are {there} other sets with as many nodes of each tensor; take no more."
+        )
     found: dict[Set, None] = {}
     while len(found) < count:
         one = Set(i for tensor, n in makeup.items() for i in rng.sample(like[tensor], n))
@@ -277,31 +290,51 @@ def _among(every: Sequence[Node], some: Sequence[Node]) -> Set:
     return Set(place[str(node)] for node in some)
 
 
-def _check_apart(every: Sequence[Node]) -> None:
-    """Refuse a node that is part of another: kept or not, the other would decide."""
+def _check_apart(every: Sequence[Node], ask: Ask) -> None:
+    """Refuse two nodes that share a place: were one of them kept, the other would decide.
+
+    Nodes are held together where all dims but positions agree: there are few such pairs.
+    """
+    rows = Rows(ask.keep, len(ask.spoken), ask.tokens.shape[1], ask.spans, spoken=ask.spoken)
+
+    @cache
+    def there(dim: str, place: Any, prompts: tuple[int, ...] | None) -> Tensor:
+        ((_, named),) = where_of({dim: place})
+        among = None if prompts is None else [row for row, p in enumerate(ask.prompt_of) if p in set(prompts)]
+        return rows.mask(named, dim, among)
+
+    @cache
+    def meet(dim: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+        return bool((there(dim, *one) & there(dim, *other)).any())
+
     by_site: dict[Any, dict[frozenset[str], list[Node]]] = {}
     for node in every:
         by_site.setdefault(node.site, {}).setdefault(frozenset(node.part.where), []).append(node)
     for kinds in by_site.values():
-        for some, others in product(kinds, kinds):
-            if some == others:
-                continue  # of one kind, they differ in some number
-            for a, b in product(kinds[some], kinds[others]):
-                if all(a.part.where[dim] == b.part.where[dim] for dim in some & others):
-                    raise BadEdit(f"{a} and {b} overlap: take the model apart into nodes that don't.")
+        for some, others in combinations_with_replacement(kinds, 2):
+            fixed, places = some & others - {"T", "S"}, some & others & {"T", "S"}
+            like: dict[tuple[Any, ...], list[Node]] = {}
+            for node in kinds[some]:
+                like.setdefault(tuple(node.part.where[dim] for dim in fixed), []).append(node)
+            for b in kinds[others]:
+                for a in like.get(tuple(b.part.where[dim] for dim in fixed), ()):
+                    at = {dim: [(node.part.where[dim], node.part.prompts) for node in (a, b)] for dim in places}
+                    if a is not b and all(meet(dim, *both) for dim, both in at.items()):
+                        raise BadEdit(f"{a} and {b} overlap: take the model apart into nodes that don't.")
 
 
-def _cell(some: Sequence[Node], ask: Ask, how: Rest, rows: Sequence[Sequence[int] | None]) -> Asked:
-    """These nodes ablated together, once for each draw."""
-    last = max((node.site.block for node in some if node.site.block is not None), default=None)
-    return Asked(tuple(partial(_edits, some, ask, how, each) for each in rows), {}, last)
+def _where(model: HookedModel, node: Node, ask: Ask, how: Rest) -> dict[str, Any]:
+    """A node's place in an edit; only in the prompt, where answers stand behind it that no reference has."""
+    prompt = {dim_of("position", model.sites.node(node.site)): slice(None)} if how != "zero" and forces(ask) else {}
+    return {**prompt, **node.part.rows(ask)}
 
 
-def _edits(some: Sequence[Node], ask: Ask, how: Rest, rows: Sequence[int] | None, source: Source) -> list[Edit]:
+def _edits(
+    some: Sequence[tuple[Node, dict[str, Any]]], how: Rest, rows: Sequence[int] | None, source: Source
+) -> list[Edit]:
     """All of these nodes replaced; those that differ in a head or an expert alone by one edit."""
     together: dict[Any, tuple[Node, dict[str, Any]]] = {}
-    for node in some:
-        where = node.part.rows(ask)
+    for node, where in some:
         dim = next((dim for dim in ("h", "e") if dim in where), "")
         key = node.site, dim, repr({name: place for name, place in where.items() if name != dim})
         _, before = together.setdefault(key, (node, {**where, dim: []} if dim else where))

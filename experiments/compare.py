@@ -7,7 +7,9 @@ number, ``value`` the second's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from experiments.frames import frame, join
 from experiments.norms import measure, sized
+from experiments.options import Keeping
 from experiments.prompts import Prompts
 from experiments.routing import by_prompt, moe_blocks
 from experiments.stats import Numbers, summary
-from experiments.study import activation_dtype, identity
+from experiments.study import activation_dtype, common, identity, passes
 from hooks import HookedModel
-from probe import Weights
+from probe import Drawn, Weights, account
 from probe.dims import DIMS
 from probe.errors import BadText, ProbeError
 from probe.weights import weight_sites
@@ -83,7 +86,7 @@ def compare(
         if any(first.dims.moe):
             parts.append(frame(_routing(first, second, prompts), study="compare"))
         parts = [parts[0], *(part.assign(prompts=prompts.name) for part in parts[1:])]
-    made = join(*parts).assign(model=both, dtype=activation_dtype(second), numerics=second.decoder.numerics)
+    made = join(*parts).assign(**{**common(second, names[1]), "model": both})
     df = frame(made, study="compare")
     df.attrs["constants"] = {
         name: [str(getattr(model.dims, name)) for model in (first, second)]
@@ -93,13 +96,54 @@ def compare(
     return df
 
 
-def load_both(first: str | Path, second: str | Path) -> tuple[HookedModel, HookedModel]:
-    """Two checkpoint directories, their weights read as they are asked for; both in fp32, where left alone they would
-    run in two dtypes."""
-    directories = first, second
-    one, other = (HookedModel.load(directory, keep="disk") for directory in directories)
+def outlook(
+    first: HookedModel, second: HookedModel, prompts: Prompts | None = None, *, timed: bool = True, **_: Any
+) -> Mapping[str, float]:
+    """What `compare` would take; see `experiments.study.passes`. A cell is a weight, and with prompts each tensor whose
+    size is measured; passes are both models' for sizes and for routing, and the second's blocks on the first's
+    stream."""
+    check_alike(first, second)
+    weights = len(list(weight_sites(first.dims)))
+    reading = _seconds(first, second) if timed else math.nan
+    if prompts is None:
+        return {"cells": float(weights), "forwards": 0.0, "seconds": reading}
+    for model in (first, second):
+        _check_tokens(model, prompts)
+    forwards = 5.0 if any(first.dims.moe) else 2.0
+    found = passes(first, [prompts.batch(first.device)], weights + len(sized(first)), forwards, timed=timed)
+    return {**found, "seconds": found["seconds"] + reading}
+
+
+def _seconds(first: HookedModel, second: HookedModel) -> float:
+    """How long all weights would take, by the embedding's."""
+    start = time.perf_counter()
+    W_E, other = (model.decoder.weights.read(None, "W_E") for model in (first, second))
+    _Sums.of(W_E, other)
+    return (time.perf_counter() - start) / W_E.numel() * account(first.dims).total
+
+
+RANDOM = "random"
+"""What stands for a second checkpoint where it is weights of the same sizes that nobody has trained."""
+
+
+def load_second(first: HookedModel, second: str | Path, keep: Keeping = "disk") -> HookedModel:
+    """What a model is held against, in its dtype and numerics: a checkpoint directory's weights, or `RANDOM` ones."""
+    dtype, numerics = getattr(torch, activation_dtype(first)), first.decoder.numerics
+    if str(second) == RANDOM:
+        return HookedModel(Drawn(first.dims, 0, dtype, first.device), first.tokenizer, numerics)
+    return HookedModel.load(second, dtype, first.device, keep=keep, numerics=numerics)
+
+
+def load_both(
+    first: str | Path, second: str | Path, dtype: torch.dtype | None = None, keep: Keeping = "disk"
+) -> tuple[HookedModel, HookedModel]:
+    """Two checkpoint directories, or one and `RANDOM`; both in fp32, where left alone they would run in two dtypes."""
+    one = HookedModel.load(first, dtype, keep=keep)
+    if str(second) == RANDOM:
+        return one, load_second(one, second)
+    other = HookedModel.load(second, dtype, keep=keep)
     if activation_dtype(one) != activation_dtype(other):
-        one, other = (HookedModel.load(directory, torch.float32, keep="disk") for directory in directories)
+        one, other = (HookedModel.load(directory, torch.float32, keep=keep) for directory in (first, second))
     return one, other
 
 

@@ -35,6 +35,8 @@ from experiments.plots import (
 def pictures(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
     """The first metric of an ablation or of patches, each picture with a name for its file: heat maps, laid out as
     `experiments.effects.layout` says, and the largest cells."""
+    if not len(df):
+        return
     here = df[df["metric"] == df["metric"].iloc[0]]
     lies, name = layout(here), told(here)
     sizes = here[name].abs().replace(np.inf, np.nan)

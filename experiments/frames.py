@@ -11,8 +11,9 @@ first kind means *all* (all positions, all heads), in the second *not measured*.
 from __future__ import annotations
 
 import csv
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,9 @@ from probe.errors import ProbeError, nearest
 
 VERSION = 1
 """Of the schema; it travels in ``df.attrs`` and in parquet files."""
+
+ATTRS = b"PANDAS_ATTRS"
+"""Where attrs stand in a parquet file's metadata: pandas' own place, so that it finds them too."""
 
 Kind = Literal["string", "Int64", "Float64", "tensor"]
 
@@ -244,7 +248,8 @@ def _cast(name: str, dtype: Kind, given: pd.Series[Any]) -> pd.Series[Any]:
 def join(*frames: pd.DataFrame) -> pd.DataFrame:
     """One frame of the rows of several, in the order given. A column that one of them lacks is NA in its rows.
 
-    The category of ``tensor`` and the attrs stay as they are, which ``pd.concat`` does not see to.
+    The category of ``tensor`` stays as it is, which ``pd.concat`` does not see to. What attrs say of one of several
+    is not said of all, and is left out.
 
     Raises:
         BadFrame: nothing to join, a column that the schema lacks, or a row that two of the frames hold.
@@ -255,16 +260,28 @@ def join(*frames: pd.DataFrame) -> pd.DataFrame:
     return _typed(pd.concat(loose, ignore_index=True))
 
 
+def check_one(df: pd.DataFrame, names: Sequence[str] = ("model", "prompts", "dtype", "numerics")) -> None:
+    """Refuse rows of several models, sets of prompts or numerics, which read together would be shown as one's.
+
+    Raises:
+        BadFrame: there are several of one of these columns.
+    """
+    for name in names:
+        if name in df and df[name].nunique(dropna=False) > 1:
+            raise BadFrame(f"the frame has several of {name} ({', '.join(map(str, df[name].unique()))}): keep one.")
+
+
 def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     """Write a frame to ``path``, by its ending ``.parquet`` or ``.csv``; folders are made. An existing file is
-    replaced only once the new one is complete. The index is not kept.
+    replaced only once the new one is complete. The index is not kept; nor are, in a CSV file, the attrs.
 
     Raises:
         BadPath: another ending, or a place that cannot be written.
-        BadFrame: the frame breaks the schema.
+        BadFrame: the frame breaks the schema, or its attrs are more than JSON.
     """
     path = Path(path)
     table = pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), ATTRS: _json(df.attrs)})
     writers: dict[str, Callable[[pa.Table, BinaryIO], None]] = {
         ".parquet": pa_parquet.write_table,
         ".csv": pa_csv.write_csv,
@@ -276,6 +293,13 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     with replacing(path) as file:
         writers[path.suffix](table, file)
     return path
+
+
+def _json(attrs: Mapping[Hashable, Any]) -> bytes:
+    try:
+        return json.dumps({**attrs, "schema": VERSION}).encode()
+    except (TypeError, ValueError) as error:
+        raise BadFrame(f"attrs go to a file as JSON, and these can't: {error}.") from None
 
 
 @contextmanager
@@ -304,7 +328,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def read(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """The frame that `write` put there: dtypes, categories and NA as they were, rows numbered from 0.
+    """The frame that `write` put there: dtypes, categories, NA and (of parquet) attrs as they were, rows numbered
+    from 0.
 
     Raises:
         BadPath: no such file, another ending, or a file that is no table.
@@ -324,7 +349,9 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise BadPath(f"can't read {path}: {getattr(error, 'strerror', None) or error}.") from error
     columns = {name: pd.Series(table[name].to_pylist(), dtype=object) for name in table.column_names}
-    return _typed(pd.DataFrame(columns))
+    df = _typed(pd.DataFrame(columns))
+    df.attrs |= json.loads((table.schema.metadata or {}).get(ATTRS, "{}")) | df.attrs
+    return df
 
 
 def _read_csv(path: Path) -> pa.Table:

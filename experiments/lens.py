@@ -7,12 +7,15 @@ final norm's scale, the way from there to the logits is linear, so the parts add
 That scale is 1/rms of what is read. A lens says which one it took: each place's ``own``; or the ``final`` one, of the
 same prompt and position after the last block, by which two places differ exactly by what was written between them.
 
-One forward pass each, which stops before the head; of each tensor nothing but the read positions is kept.
+One forward pass each, which stops before the head; of each tensor nothing but the read positions is kept. An answer of
+several tokens is forced behind the place that is read, in a row of its own.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -20,17 +23,19 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from experiments.metrics import METRICS, Read, View
+from experiments.asking import LOGITS, Ask
+from experiments.metrics import METRICS, BadMetric, Metric, choose
 from experiments.options import Scale, Split
-from experiments.prompts import Prompts
+from experiments.prompts import Prompts, padded
 from experiments.stats import check_average
-from experiments.study import Reading, chosen_sites, report
+from experiments.study import Reading, chosen_sites, passes, report
 from hooks import HookedModel
 from hooks.where import Rows
 from probe.engine import evaluate, plan
-from probe.errors import BadEdit, ShapeMismatch, UnknownDim, UnknownTensor
+from probe.errors import BadEdit, BadText, ShapeMismatch, UnknownDim, UnknownTensor
 from probe.heads import per_head
 from probe.sites import Site
+from probe.text import Batch
 
 S_FINAL = Site(None, "s_final")
 
@@ -38,7 +43,7 @@ Columns = dict[str, Any]
 
 
 METRICS_READ = ("logit_difference", "log_probability", "rank", "kl")
-"""What the lens reads, as far as prompts have answers for it; see `experiments.metrics.metric`."""
+"""What the lens reads where nobody says what, as far as prompts have answers for it: see `experiments.metrics`."""
 
 
 # ---- the lens --------------------------------------------------------------------------------------------------------
@@ -52,6 +57,7 @@ def lens(
     blocks: Sequence[int] | None = None,
     roles: Sequence[str] | None = ("END",),
     scale: Scale = "own",
+    metrics: Sequence[str] | None = None,
     per_prompt: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
@@ -67,51 +73,138 @@ def lens(
         roles: named spans of one token, ``subject[-1]`` where they have several; ``END`` is the last token. None: every
             position, of prompts that share a shape.
         scale: the final norm's: each place's ``own``, or the ``final`` one (``frozen`` is then ``s_final``).
+        metrics: names, see `experiments.metrics.metric`, of those that read logits at one place, which here is the role
+            or position; None: those of `METRICS_READ` that the prompts have answers for.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
-        A frame by block, tensor and role or position, of those of `METRICS_READ` that the prompts have answers for.
-        ``value`` is the place's, ``base`` that of the model's own output there, and ``kl`` the place's distance from
-        it. Averages are over groups, with their interval.
+        A frame by block, tensor and role or position. ``value`` is the place's, ``base`` that of the model's own output
+        there, and ``kl`` the place's distance from it. Averages are over groups, with their interval. Of an answer of
+        several tokens, each is read at the same tensor's place before it, behind the prompt up to the role or position
+        and the tokens before: what is summed is what that depth says of the whole answer.
 
     Raises:
         UnknownTensor, OutOfRange: a tensor or block that does not exist, or one that is not [B T d].
         BadEdit: a role that a prompt lacks, or that is of several tokens.
         BadSample: every position, of prompts of several shapes.
-        BadText: an answer of several tokens, of which the next one alone does not tell.
+        BadMetric: a metric that these prompts give no ground for, or that reads elsewhere.
     """
-    if scale not in get_args(Scale):
-        raise BadEdit(f"scale={scale!r}: the final norm's scale is {' or '.join(get_args(Scale))}.")
-    sites = _readable(model, tensors, blocks)
-    metrics = [METRICS[name] for name in METRICS_READ if set(METRICS[name].needs) <= set(prompts.has())]
-    read = _Read.of(model, prompts, roles)
+    sites, read, asked = _asked(model, prompts, tensors, blocks, roles, scale, metrics)
     last = Site(model.dims.blocks - 1, "x_next")
-    made = read.run(model, dict.fromkeys({*sites, last, S_FINAL}, read.at))
+    reduce = dict.fromkeys({*sites, last, S_FINAL}, asked.at)
+    made = model.run(asked.tokens, asked.keep, want=None, reduce=reduce).cache.reduced
     readings = []
-    for i, column in enumerate(read.columns):
-        x = {site: values[:, i : i + 1] for site, values in made.items()}
-        base = _view(prompts, unembed(model, x[last]))
-        own = {m.name: m.of(base, base) for m in metrics}
+    for i, (column, ask) in enumerate(zip(read.columns, asked.asks, strict=True)):
+        final = made[S_FINAL][i] if scale == "final" else None
+        base = {LOGITS: unembed(model, made[last][i])}
+        own = {metric.name: ask.values(metric, base, base) for metric in ask.metrics}
         for site in sites:
-            here = _view(prompts, unembed(model, x[site], x[S_FINAL] if scale == "final" else None))
+            here = {LOGITS: unembed(model, made[site][i], final)}
             what = {"block": site.block, "tensor": site.tensor, **column}
-            readings += [Reading(what, m.name, m.unit, m.of(here, base), own[m.name]) for m in metrics]
+            readings += [
+                Reading(what, metric.name, metric.unit, ask.values(metric, here, base), own[metric.name])
+                for metric in ask.metrics
+            ]
     frozen = "s_final" if scale == "final" else pd.NA
     return report(model, prompts, readings, study="lens", per_prompt=per_prompt, name=name, frozen=frozen)
 
 
-def _view(prompts: Prompts, logits: Tensor) -> View:
-    """What metrics see of logits [B 1 V] at one place of each prompt, its own answers read from there."""
-    z = logits[:, 0].double()
-    own = torch.arange(len(z), device=z.device)
-    reads = {"read": Read(z, torch.full_like(own, -1), own, own, own, len(z))}
-    for key in prompts.has():
-        ids = prompts.spellings(key).to(z.device)
-        prompt, spelling = (ids >= 0).nonzero(as_tuple=True)
-        each = torch.arange(len(prompt), device=z.device)
-        reads[key] = Read(z[prompt], ids[prompt, spelling], prompt, each, prompt, len(z))
-    return View(prompts.rows, reads)
+def outlook(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    tensors: Sequence[str] = ("x_n", "x_mid", "x_next"),
+    blocks: Sequence[int] | None = None,
+    roles: Sequence[str] | None = ("END",),
+    scale: Scale = "own",
+    metrics: Sequence[str] | None = None,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `lens` would take; see `experiments.study.passes`."""
+    sites, read, asked = _asked(model, prompts, tensors, blocks, roles, scale, metrics)
+    cost = passes(model, [Batch(asked.tokens, asked.keep)], len(sites) * len(read.columns), timed=timed)
+    return {**cost, "forwards": asked.tokens.numel() / prompts.batch().tokens.numel()}  # seconds are of all rows
+
+
+def _asked(
+    model: HookedModel,
+    prompts: Prompts,
+    tensors: Sequence[str],
+    blocks: Sequence[int] | None,
+    roles: Sequence[str] | None,
+    scale: Scale,
+    metrics: Sequence[str] | None,
+) -> tuple[list[Site], _Read, _Asked]:
+    """All that follows from the arguments of `lens`."""
+    if scale not in get_args(Scale):
+        raise BadEdit(f"scale={scale!r}: the final norm's scale is {' or '.join(get_args(Scale))}.")
+    sites, read = _readable(model, tensors, blocks), _Read.of(model, prompts, roles)
+    return sites, read, _Asked.of(model, read, _metrics(prompts, metrics))
+
+
+def _metrics(prompts: Prompts, names: Sequence[str] | None) -> list[Metric]:
+    """The metrics that are read at each place."""
+    if names is None:
+        names = [name for name in METRICS_READ if set(METRICS[name].needs) <= set(prompts.has())]
+    metrics = choose(names, prompts.has())
+    for metric in metrics:
+        if metric.tensor is not None or metric.decodes or metric.reads not in (None, -1):
+            raise BadMetric(f"{metric}: a lens reads logits where roles say; take {', '.join(METRICS_READ)}.")
+    return metrics
+
+
+class _Asked(NamedTuple):
+    """What metrics ask at each of several places, as if it were the last: see `experiments.asking.Ask`.
+
+    The rows of all are one batch. One that is the beginning of another is read in that: where answers are single
+    tokens, a prompt has one row, up to the last place.
+
+    Attributes:
+        asks: of each place, on the prompts up to there.
+        places: of each, the rows of the batch and the positions that it reads, [R n].
+    """
+
+    asks: list[Ask]
+    tokens: Tensor
+    keep: Tensor | None
+    places: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, model: HookedModel, read: _Read, metrics: Sequence[Metric]) -> _Asked:
+        asks = [Ask(model, _up_to(read.prompts, ends), metrics) for ends in read.places.T.tolist()]
+        theirs = [_rows(ask) for ask in asks]
+        every = sorted({row for some in theirs for row in some})  # a beginning stands right before what goes on from it
+        rows = [row for row, after in zip(every, [*every[1:], ()], strict=True) if after[: len(row)] != row]
+        places = []
+        for ask, some in zip(asks, theirs, strict=True):
+            at = [bisect_left(rows, row) for row in some]
+            most = max(map(len, ask.read))
+            positions = [[*one, *[0] * (most - len(one))] for one in ask.read]
+            places.append(
+                (torch.tensor(at, device=model.device)[:, None], torch.tensor(positions, device=model.device))
+            )
+        return cls(asks, *padded(rows, model.device), places)
+
+    def at(self, value: Tensor) -> tuple[Tensor, ...]:
+        """What stands at each place in a tensor [B T ...]: [R n ...]."""
+        return tuple(value[place] for place in self.places)
+
+
+def _up_to(prompts: Prompts, ends: Sequence[int]) -> Prompts:
+    """Prompts that end at these positions."""
+    rows = [
+        replace(prompt, tokens=prompt.tokens[: end + 1], spans={"END": range(end, end + 1)})
+        for prompt, end in zip(prompts.rows, ends, strict=True)
+    ]
+    return replace(prompts, rows=tuple(rows))
+
+
+def _rows(ask: Ask) -> list[tuple[int, ...]]:
+    """The rows of an ask without what they are padded with."""
+    lengths = [ask.tokens.shape[1]] * len(ask.tokens) if ask.keep is None else ask.keep.sum(-1).tolist()
+    return [tuple(row[:length]) for row, length in zip(ask.tokens.tolist(), lengths, strict=True)]
 
 
 def unembed(model: HookedModel, x: Tensor, s: Tensor | None = None) -> Tensor:
@@ -179,8 +272,7 @@ def direct(
         BadText: there is no direction, and the prompts give none: no two answers, or several tokens or spellings.
         ShapeMismatch: a direction of another shape, or not finite.
     """
-    if isinstance(by, str) or not set(by) <= set(get_args(Split)):
-        raise UnknownDim(f"by={by!r}: a list of {' and '.join(map(repr, get_args(Split)))}, of both or of none.")
+    _check_split(by)
     read = _Read.of(model, prompts, (role,))
     toward = _Toward.of(model, prompts, direction)
     last = Site(model.dims.blocks - 1, "x_next")
@@ -194,6 +286,31 @@ def direct(
     return df
 
 
+def outlook_direct(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    by: Sequence[Split] = ("head", "expert"),
+    role: str = "END",
+    direction: Tensor | None = None,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `direct` would take; see `experiments.study.passes`."""
+    _check_split(by)
+    _Read.of(model, prompts, (role,))
+    _Toward.given(model, prompts, direction)
+    heads = model.dims.h if "head" in by else 1
+    experts = 1 + model.dims.e if "expert" in by else 1
+    parts = 1 + sum(heads + (experts if moe else 1) for moe in model.dims.moe)
+    return passes(model, [prompts.batch(model.device)], parts, timed=timed)
+
+
+def _check_split(by: Sequence[Split]) -> None:
+    if isinstance(by, str) or not set(by) <= set(get_args(Split)):
+        raise UnknownDim(f"by={by!r}: a list of {' and '.join(map(repr, get_args(Split)))}, of both or of none.")
+
+
 class _Toward(NamedTuple):
     """A direction of logits: what it gives to some tokens, [B n], and what reads it off the normed stream, u [B d]."""
 
@@ -205,26 +322,46 @@ class _Toward(NamedTuple):
     @classmethod
     def of(cls, model: HookedModel, prompts: Prompts, direction: Tensor | None) -> _Toward:
         """That direction; None: from the wrong answer to the right one."""
-        V = model.dims.V
-        if direction is None:
-            ids = [prompts.ids(key).to(model.device) for key in ("answer", "wrong")]
-            tokens, places = torch.unique(torch.stack(ids), return_inverse=True)
-            plus, minus = torch.nn.functional.one_hot(places, len(tokens)).double()
-            amounts = plus - minus
-        else:
-            if direction.shape not in ((V,), (len(prompts), V)) or not direction.isfinite().all():
-                given = list(direction.shape)
-                raise ShapeMismatch(f"a direction of logits is [{V}] or [{len(prompts)} {V}], finite; this is {given}.")
-            whole = direction.to(model.device).double().expand(len(prompts), V)
-            tokens = whole.any(0).nonzero()[:, 0]
-            amounts = whole[:, tokens]
+        tokens, amounts = cls.given(model, prompts, direction)
         weights = model.decoder.weights
         u = amounts @ weights.read(None, "W_U")[:, tokens].T.double() * weights.read(None, "w_final").double()
         return cls("logit_difference" if direction is None else "logit_direction", tokens, amounts, u)
 
+    @staticmethod
+    def given(model: HookedModel, prompts: Prompts, direction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Its tokens, and what it gives to each."""
+        V = model.dims.V
+        if direction is None:
+            ids = [_only(prompts, key).to(model.device) for key in ("answer", "wrong")]
+            tokens, places = torch.unique(torch.stack(ids), return_inverse=True)
+            plus, minus = torch.nn.functional.one_hot(places, len(tokens)).double()
+            return tokens, plus - minus
+        if direction.shape not in ((V,), (len(prompts), V)) or not direction.isfinite().all():
+            given = list(direction.shape)
+            raise ShapeMismatch(f"a direction of logits is [{V}] or [{len(prompts)} {V}], finite; this is {given}.")
+        whole = direction.to(model.device).double().expand(len(prompts), V)
+        tokens = whole.any(0).nonzero()[:, 0]
+        return tokens, whole[:, tokens]
+
     def along(self, logits: Tensor) -> Tensor:
         """[B V] → [B]."""
         return (logits[:, self.tokens].double() * self.amounts).sum(-1)
+
+
+def _only(prompts: Prompts, key: str) -> Tensor:
+    """The one token of every row's ``answer`` or ``wrong``, [B].
+
+    Raises:
+        BadText: a row has none; or several tokens or spellings, whose sum is no straight line in the stream.
+    """
+    for i, answer in enumerate(prompts.answers(key)):
+        if len(answer.tokens) > 1 or not answer.one_token:
+            what = "several spellings" if len(answer.tokens) > 1 else "several tokens"
+            raise BadText(
+                f"{prompts.name}: the {key} of row {i}, {str(answer)!r}, has {what}; parts add up to one token's logit."
+                " Give each row one, or direction=, a number for each token's logit. (lens takes several.)"
+            )
+    return prompts.ids(key)
 
 
 def _shares(model: HookedModel, by: Sequence[Split], read: _Read, u: Tensor) -> dict[Site, Callable[[Tensor], Tensor]]:

@@ -7,10 +7,10 @@ and prompt, with those of the base and of the source; `table` makes the frame's 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,11 @@ from torch import Tensor
 from experiments import stats
 from experiments.asking import LOGITS, Ask
 from experiments.metrics import BadMetric, Metric
-from experiments.study import progress
+from experiments.study import progress, seconds
 from hooks import Cell, Edit, HookedModel, Live, Outcome, Run, outlook, rounded, sweep
+from hooks.cells import BUDGET
 from hooks.edits import Freeze
 from hooks.generate import When
-from hooks.sweep import BUDGET
 from hooks.where import Spans
 from probe.errors import BadEdit, Unmatched
 from probe.sites import Site
@@ -105,18 +105,9 @@ def measure(
     """
     if not asked:
         raise BadEdit("there is no cell to measure.")
-    if source_ask is not None:
-        for metric in _of_source(ask):
-            ask.check(metric, source_ask)
+    check_source(ask, source_ask)
     base = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken, edits=base_edits)
-    cells = [
-        Cell(
-            () if when == "steps" else tuple(edits(source)),
-            whole=tuple(site for site in ask.sites(one.block) if site != LOGITS),
-        )
-        for one in asked
-        for edits in one.edits
-    ]
+    cells = _cells(ask, asked, source, when)
     owners = [i for i, one in enumerate(asked) for _ in one.edits]
     noise = _noise(model, asked)
     cells += [Cell((edit,), whole=tuple(s for s in ask.sites(block) if s != LOGITS)) for block, edit in noise]
@@ -139,6 +130,29 @@ def measure(
         makers = [edits for one in asked for edits in one.edits]
         _decode(model, ask, makers, [edit for _, edit in noise], source, base_edits, when, reader)
     return _collected(ask, asked, owners, noise, outcomes, reader)
+
+
+def check_source(ask: Ask, source_ask: Ask | None) -> None:
+    """Refuse a source that metrics can't be had of.
+
+    Raises:
+        BadMetric: see `experiments.asking.Ask.check`.
+    """
+    if source_ask is not None:
+        for metric in _of_source(ask):
+            ask.check(metric, source_ask)
+
+
+def _cells(ask: Ask, asked: Sequence[Asked], source: Source, when: When | None = None) -> list[Cell]:
+    """A cell of the sweep for each draw of each cell that is asked for."""
+    return [
+        Cell(
+            () if when == "steps" else tuple(edits(source)),
+            whole=tuple(site for site in ask.sites(one.block) if site != LOGITS),
+        )
+        for one in asked
+        for edits in one.edits
+    ]
 
 
 def _move(bar: Any, done: int, total: int) -> None:
@@ -252,7 +266,7 @@ def _decode(
     acting = when or ("both" if source is None and not base_edits else "prompt")
     base, stays = decoded(()), source
     if isinstance(source, Live):
-        stays = _stays(model, source, [edit for make in makers for edit in make(source)])
+        stays = stayed(model, source, [edit for make in makers for edit in make(source)])
     if isinstance(source, Live) and reader.source_ask is not None:
         tokens, keep, theirs = _batch(source)
         new = model.generate(tokens, keep, n=ask.decodes, edits=source.edits, spans=theirs, when="prompt").new
@@ -265,7 +279,7 @@ def _decode(
                 reader.of_base[metric.name][i] = ask.of_decoded(metric, base, base)
 
 
-def _stays(model: HookedModel, source: Live, edits: Sequence[Edit]) -> Run:
+def stayed(model: HookedModel, source: Live, edits: Sequence[Edit]) -> Run:
     """What would run along, as a run that keeps what edits take from it."""
     sites = {site for edit in edits for site in edit.sites(model.sites)}
     slots = {Site(site.block, "experts") for site in sites if "k" in model.sites.node(site).shape}
@@ -411,22 +425,34 @@ def _of_outcomes(draws: Sequence[Outcome]) -> dict[str, Any]:
 # ---- what it would cost ----------------------------------------------------------------------------------------------
 
 
-def cost(model: HookedModel, ask: Ask, asked: Sequence[Asked], source: Live | Run | None = None) -> dict[str, float]:
+def cost(
+    model: HookedModel,
+    ask: Ask,
+    asked: Sequence[Asked],
+    source: Live | Run | None = None,
+    *,
+    source_ask: Ask | None = None,
+    timed: bool = True,
+) -> dict[str, float]:
     """What `measure` would take: ``cells``, ``worlds`` (cells × prompts, draws apart), ``forwards`` (in plain forward
-    passes over the prompts, from the rows that cells may come to hold), ``bytes`` in flight, ``seconds`` (from one
-    forward pass that is made now)."""
+    passes over the prompts, from the rows that cells may come to hold), ``bytes`` in flight, ``seconds``.
+
+    Args:
+        source_ask: as in `measure`.
+        timed: whether to make one forward pass, for ``seconds``; else they are NaN, and nothing is run.
+
+    Raises:
+        ProbeError: as `measure`, but for what only values tell.
+    """
+    check_source(ask, source_ask)
     base = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken)
-    cells = [Cell(tuple(edits(source))) for one in asked for edits in one.edits]
-    cells += [Cell((edit,)) for _, edit in _noise(model, asked)]
+    cells = [*_cells(ask, asked, source), *(Cell((edit,)) for _, edit in _noise(model, asked))]
     lives = [source] if isinstance(source, Live) else []
-    start = time.perf_counter()
-    model.run(ask.tokens, ask.keep)
-    second = time.perf_counter() - start
     ahead = outlook(model, base, cells, sources=lives)
     return {
         "cells": float(len(asked)),
         "worlds": float(len(cells) * len(ask.prompts)),
         "forwards": ahead.forwards,
         "bytes": float(ahead.bytes),
-        "seconds": ahead.forwards * second,
+        "seconds": ahead.forwards * (seconds(model, ask.tokens, ask.keep) if timed else nan),
     }

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import stats
-from experiments.frames import BadFrame, tensors
+from experiments.frames import BadFrame, check_one, tensors
 from experiments.options import By
 from experiments.parts import Part, dim_of, parts
 from experiments.prompts import Prompts
@@ -94,7 +94,11 @@ def _parts(model: HookedModel, prompts: Prompts, site: Site, words: Sequence[str
         else:
             where[dim] = columns["role"] = place
             have &= _with_span(prompts, place, by, word)
-    made = parts(model, prompts, site, every, where)
+    order = ["h", "e", node.shape[-1], "S", "T"]  # one name for a node, whatever the order of the words
+    made = [
+        replace(part, where=dict(sorted(part.where.items(), key=lambda at: order.index(at[0]))))
+        for part in parts(model, prompts, site, every, where)
+    ]
     if len(have) == len(prompts):
         return [replace(part, columns={**columns, **part.columns}) for part in made]
     both = [tuple(p for p in sorted(have) if part.prompts is None or p in part.prompts) for part in made]
@@ -138,8 +142,9 @@ def largest(df: pd.DataFrame, most: int) -> list[str]:
         df: of one metric. Cells that equal earlier ones by construction (``same_as``) are passed over.
 
     Raises:
-        BadFrame: several metrics; no effects; rows by prompt.
+        BadFrame: several metrics, models or sets of prompts; no effects; rows by prompt.
     """
+    check_one(df)
     if df["metric"].nunique() != 1 or "effect" not in df or "example" in df:
         raise BadFrame("the largest effects are of one metric, averaged over prompts: keep the rows of one.")
     own = df[df["same_as"].isna()] if "same_as" in df else df

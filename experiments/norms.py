@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.frames import BadFrame, frame
+from experiments.frames import BadFrame, check_one, frame
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, chosen_sites, identity
+from experiments.study import chosen_sites, common, passes
 from hooks import HookedModel
 from hooks.edits import SCORES
 from probe.errors import OutOfRange, UnknownTensor
@@ -59,15 +59,35 @@ def norms(
     Raises:
         UnknownTensor, OutOfRange: a tensor or block that does not exist, ``experts``, or a number of channels below 0.
     """
-    if channels < 0:
-        raise OutOfRange(f"channels={channels}: how many of the largest to report, 0 or more.")
-    sizes, places = measure(model, prompts, sized(model, tensors, blocks), channels), _places(prompts)
+    sizes, places = measure(model, prompts, _asked(model, tensors, blocks, channels), channels), _places(prompts)
     tables = [_table(model, site, size, places) for site, size in sizes.items()]
     tables += [_growth(site, size, sizes, places) for site, size in sizes.items() if site.tensor == "x_next"]
     tables += [_sink(site, size.sink, prompts) for site, size in sizes.items() if size.sink is not None]
     df = pd.concat([table.astype(object) for table in tables], ignore_index=True)
-    common = {"model": identity(model, name), "prompts": prompts.name, "unit": "1"}
-    return frame(df.assign(**common, dtype=activation_dtype(model), numerics=model.decoder.numerics), study="norms")
+    return frame(df.assign(**common(model, name, prompts), unit="1"), study="norms")
+
+
+def outlook(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    tensors: Sequence[str] | None = None,
+    blocks: Sequence[int] | None = None,
+    channels: int = 1,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `norms` would take; see `experiments.study.passes`."""
+    sites = _asked(model, tensors, blocks, channels)
+    return passes(model, [prompts.batch(model.device)], len(sites), timed=timed)
+
+
+def _asked(
+    model: HookedModel, tensors: Sequence[str] | None, blocks: Sequence[int] | None, channels: int
+) -> list[Site]:
+    if channels < 0:
+        raise OutOfRange(f"channels={channels}: how many of the largest to report, 0 or more.")
+    return sized(model, tensors, blocks)
 
 
 def massive(df: pd.DataFrame, n: int = 10) -> pd.DataFrame:
@@ -79,10 +99,11 @@ def massive(df: pd.DataFrame, n: int = 10) -> pd.DataFrame:
     ``n`` counts the prompts that have the channel among their largest at that position.
 
     Raises:
-        BadFrame: the frame has no channels of the residual stream.
+        BadFrame: the frame has no channels of the residual stream, or is of several models or sets of prompts.
     """
     from experiments.plots import RESIDUAL
 
+    check_one(df)
     here = df[df["tensor"].isin(list(RESIDUAL))]
     top = here[here["metric"] == "max"]
     if not len(top):
@@ -163,7 +184,7 @@ def _of_rows(channels: int, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = value.flatten(2)
     l2 = torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64)
     index = flat.abs().topk(min(channels, flat.shape[-1]), dim=-1).indices
-    return l2, flat.gather(-1, index), index
+    return l2, flat.gather(-1, index).double(), index  # numpy knows no bf16
 
 
 def _of_pairs(channels: int, value: Tensor) -> tuple[Tensor, ...]:

@@ -19,6 +19,9 @@ Kind = Literal["dense", "moe"]
 Keeping = Literal["expanded", "stored", "disk"]
 """How a checkpoint's weights are kept; the same as `probe.memory.Keeping`, which would load torch."""
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""What weights and activations are computed in, by the name that torch has for it."""
+
 Scale = Literal["own", "final"]
 """The final norm's scale in a logit lens: of the place that is read, or of the last one."""
 

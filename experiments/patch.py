@@ -26,10 +26,10 @@ from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.options import By, Direction
 from experiments.parts import Part, columns, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, chosen_sites, identity
+from experiments.study import chosen_sites, common
 from hooks import Edit, HookedModel, Live, add, freeze
 from hooks import patch as patched
-from hooks.sweep import BUDGET
+from hooks.cells import BUDGET
 from probe.errors import BadEdit
 from probe.sites import Site
 
@@ -92,18 +92,15 @@ def patch(
     noised = noise_at is not None
     those = wrong(found[0], direction, noised=noised)
     df = table(pairs[0].ask, found[0], per_prompt=per_prompt, seed=seed, wrong=those)
-    common: dict[str, Any] = {
-        "model": identity(model, name),
-        "prompts": prompts.name,
+    same: dict[str, Any] = {
+        **common(model, name, prompts),
         "edit": "patch" if window == 1 else f"patch of {window} blocks",
         "direction": direction,
         "frozen": ", ".join(frozen) or pd.NA,
         "seed": seed if noised and draws == 1 else pd.NA,
         "source": pairs[0].of_source if noise_at is None else f"{pairs[0].of_source}, noise at {noise_at}",
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
-    df = frame(df.assign(**common), study="patch")
+    df = frame(df.assign(**same), study="patch")
     df.attrs["unmatched"] = found[0].unmatched
     df.attrs["mistaken"] = None if those is None else int(those.sum())
     return df
@@ -124,12 +121,13 @@ def outlook(
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     draws: int = 1,
+    timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `patch` would take; see `experiments.measure.cost`."""
     options = _Options(tensors, blocks, by, at, window, direction, noise_at, noise_std, frozen)
     pair = _Pair.of(model, prompts, options, metrics, 0)
-    one = cost(model, pair.ask, pair.asked, pair.source)
+    one = cost(model, pair.ask, pair.asked, pair.source, source_ask=pair.source_ask, timed=timed)
     return {what: x if what in ("cells", "bytes") else x * _draws(draws, noise_at) for what, x in one.items()}
 
 

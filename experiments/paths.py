@@ -27,13 +27,13 @@ from experiments.nodes import Node, nodes
 from experiments.options import Direction, Hold
 from experiments.patch import Sides, check_lengths, sides, wrong
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, identity, numel
+from experiments.study import common, numel
 from hooks import Cache, Cell, Edit, HookedModel, Live, freeze, sweep
 from hooks import outlook as ahead
 from hooks import patch as patched
+from hooks.cells import BUDGET
 from hooks.edits import SCORES
 from hooks.stream import differs
-from hooks.sweep import BUDGET
 from hooks.where import Rows, where_of
 from probe.errors import BadEdit
 from probe.sites import Site, Sites
@@ -89,18 +89,15 @@ def paths(
     found = _joined([asked.measured(model, part, budget) for part in parts])
     those = wrong(found, direction)
     df = table(asked.sides.ask, found, per_prompt=per_prompt, seed=seed, wrong=those)
-    common: dict[str, Any] = {
-        "model": identity(model, name),
-        "prompts": prompts.name,
+    same: dict[str, Any] = {
+        **common(model, name, prompts),
         "edit": "patch",
         "hold": hold,
         "frozen": ", ".join(frozen) or pd.NA,
         "direction": direction,
         "source": asked.sides.of_source,
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
-    df = frame(df.assign(**common), study="paths")
+    df = frame(df.assign(**same), study="paths")
     df.attrs["mistaken"] = None if those is None else int(those.sum())
     return df
 
@@ -116,6 +113,7 @@ def outlook(
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     budget: int = BUDGET,
+    timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `paths` would take; see `experiments.measure.cost`."""
@@ -126,7 +124,7 @@ def outlook(
         for first in asked.firsts
         for end in first.receivers
     ]
-    second = cost(model, both.ask, stand_in, both.source)
+    second = cost(model, both.ask, stand_in, both.source, source_ask=both.source_ask, timed=timed)
     first = ahead(model, asked.base(), [one.cell for one in asked.firsts], sources=[both.source]).forwards
     again = 4.0 * (len(asked.parts(model, budget)) - 1)  # base and source, in both sweeps
     share = 1 + (first + again) / second["forwards"]
@@ -268,8 +266,9 @@ class _Paths(NamedTuple):
 
 def _below(sites: Sites, sender: Site, receiver: Site) -> bool:
     """Whether anything leads from the one to the other."""
-    if sender.block != receiver.block:
-        return sites.depth(sender) < sites.depth(receiver)
+    start, end = sites.depth(sender), sites.depth(receiver)
+    if start != end:  # embedding and logits are in no block, and far apart
+        return start < end
     return receiver.tensor in sites.card(sender.block).descendants([sender.tensor])
 
 

@@ -65,6 +65,8 @@ def load_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
 
 def comparison_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
     """Heat maps of two models: weights by block, sizes relative to the first model's, loads by expert."""
+    if not len(df):
+        return
     inside = df[df["block"].notna()]
     whole = inside[inside["expert"].isna()] if "expert" in df else inside
     yield "weights", plots.heatmap(whole, metric="relative_change", title=f"Weights: {df['model'].iloc[0]}")

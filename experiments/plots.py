@@ -20,11 +20,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Colormap, Normalize, to_rgb
-from matplotlib.patches import Rectangle
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 from matplotlib.text import Text
 
 from experiments.effects import told, where
-from experiments.frames import COLUMNS, IDENTITY, BadFrame, tensors
+from experiments.frames import COLUMNS, IDENTITY, BadFrame, check_one, tensors
 from experiments.stats import below_floor
 from probe.errors import nearest
 
@@ -64,6 +65,9 @@ AXES = {
     "receiver": "receiver",
 }
 """The columns that an axis of a heat map may show, with their labels."""
+
+NUMBERED, MOST_ROWS = ("pos", "key", "expert", "feature", "example"), 64
+"""Axes that may be hundreds long, and with how many rows a picture stops to grow: then not every row has a label."""
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -373,7 +377,7 @@ def heatmap(
     tokens = {axis: _tokens(df, axis) for axis in (x, y) if axis == "pos" and len(table)}
     rows, columns = (_levels(of_metric(df, metric)[0][axis]) for axis in (y, x))
     if ax is None:
-        height = max(2.8, 0.175 * len(rows) + 1.4)
+        height = max(2.8, 0.175 * (min(len(rows), MOST_ROWS) if y in NUMBERED else len(rows)) + 1.4)
         _, ax = plt.subplots(figsize=(9, height), layout="constrained")
     if not len(table):
         return nothing(ax, f"no rows to draw ({picture.label})")
@@ -422,23 +426,30 @@ def heatmap(
 
 
 def _strike(ax: Axes, marked: np.ndarray[Any, Any], **how: Any) -> None:
-    """Mark cells all over."""
-    for i, j in zip(*np.nonzero(marked), strict=True):
-        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor=FAINT, lw=0, **how))
+    """Mark cells all over: all of them as one shape, since at 512 tokens a patch for each would take minutes."""
+    edges = np.diff(np.pad(marked.astype(int), ((0, 0), (1, 1))))
+    (rows, left), (_, right) = np.nonzero(edges > 0), np.nonzero(edges < 0)  # cells side by side are one rectangle
+    if len(rows):
+        x, y = np.stack([left, right, right, left, left], 1) - 0.5, rows[:, None] + np.array([-1, -1, 1, 1, -1]) / 2
+        codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(rows)
+        ax.add_artist(PathPatch(Path(np.stack([x, y], -1).reshape(-1, 2), codes), edgecolor=FAINT, lw=0, **how))
 
 
 def _discs(ax: Axes, by_row: Mapping[int, Mapping[int, int]], *, at_names: bool, wide: bool, small: bool) -> None:
-    """The numbered discs of equal cells; at a row's name where all of it has one."""
+    """The numbered discs of equal cells; at a row's name where all of it has one; ``small``: dots of its colour."""
+    dots: list[tuple[int, int, int]] = []
     for down, discs in by_row.items():
         if len(set(discs.values())) == 1 and at_names:
             ax.tick_params(axis="y", pad=17)
             badge(ax, -9, down, discs[min(discs)], beside=True)
-            continue
-        for across, number in discs.items():
-            if not small:
+        elif small:
+            dots += [(across, down, number) for across, number in discs.items() if number]
+        else:
+            for across, number in discs.items():
                 badge(ax, across - 0.4 if wide else across, down, number)
-            elif number:
-                ax.plot(across, down, "o", ms=3, color=group_colour(number))
+    if dots:
+        x, y, numbers = zip(*dots, strict=True)
+        ax.scatter(x, y, s=16, lw=0, color=[group_colour(number) for number in numbers])
 
 
 def _level(x: Any) -> Any:
@@ -492,16 +503,17 @@ def _ticks(
 
     across, down = names(columns, x), names(rows, y)
     every = 1 + (len(across) - 1) // (64 if x == "pos" else 32)
-    crowded = x != "tensor" and max(map(len, across)) * len(across) > 90
-    tilt = 60 if crowded and every == 1 else 0
+    shown = across[::every]
+    tilt = 60 if x != "tensor" and max(map(len, shown)) * len(shown) > 90 else 0
     ax.set_xticks(
         range(0, len(across), every),
-        across[::every],
+        shown,
         rotation=tilt,
         ha="right" if tilt else "center",
         rotation_mode="anchor",
     )
-    ax.set_yticks(range(len(down)), down)
+    thin = 1 + (len(down) - 1) // MOST_ROWS if y in NUMBERED else 1
+    ax.set_yticks(range(0, len(down), thin), down[::thin])
     for label in (*ax.get_xticklabels(), *ax.get_yticklabels()):
         label.set_fontsize(SMALL + 0.5)
         label.set_color(INK)
@@ -516,9 +528,9 @@ def _ticks(
     ax.set_ylabel(AXES[y], fontsize=SIZE, color=INK)
     for side in ax.spines.values():
         side.set_visible(False)
-    ax.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
-    ax.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
     if len(columns) <= 64:
+        ax.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
+        ax.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
         ax.grid(which="minor", color="white", lw=0.8)
     ax.tick_params(which="minor", length=0)
 
@@ -558,8 +570,9 @@ def norms(df: pd.DataFrame, ax: Axes | None = None, *, metric: str = "rms", titl
     counts them.
 
     Raises:
-        BadFrame: the frame lacks the metric, or its rows are not by position.
+        BadFrame: the frame lacks the metric, its rows are not by position, or of several models or sets of prompts.
     """
+    check_one(df)
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
     here = df[df["tensor"].astype(object).isin(list(RESIDUAL)) & df["block"].notna()] if "tensor" in df else df

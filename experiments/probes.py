@@ -11,6 +11,7 @@ cross-validated, and the best cell is then scored once more, on the groups that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -27,7 +28,7 @@ from experiments.options import Control, Probe
 from experiments.prompts import Prompts
 from experiments.readout import Fits, How, guesses, marks
 from experiments.stats import interval, summary, units
-from experiments.study import activation_dtype, identity, progress
+from experiments.study import common, numel, passes, progress
 from experiments.vectors import SLOTS, Place, Places, Vectors, count_tokens, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.edits import SCORES
@@ -68,7 +69,8 @@ def probes(
             ``experts`` the chosen set is read (a 1 for each); of ``S`` and ``A`` the rows by key, where all prompts are
             of one shape; of slot tensors the slot that holds ``e``.
         blocks: None: all that have the tensor.
-        at: spans and positions; None: every span that all prompts have, at its last token.
+        at: spans, and positions of prompts that share a shape; None: every span that all prompts have, at its last
+            token.
         e: an expert. Its ``gates`` and ``delta_experts`` are 0 where it was not chosen; its other tensors are read from
             those prompts alone that chose it there, as ``n`` tells.
         probe: ``ridge``, least squares on class indicators; ``logistic``, at some twenty times the cost; ``means``, the
@@ -96,28 +98,56 @@ def probes(
         UnknownDim: a slot tensor without ``e``.
         BadProbe: labels, groups, places or tensors that no probe can be fitted to.
         BadEdit: a span that some prompts lack.
+        BadSample: a position, of prompts in which it is different words.
     """
     _check(probe, controls, draws)
     sets = [prompts] if test is None else [prompts, test]
     taught = lesson(sets, truth(sets, labels, of, test_labels), folds, draws if "shuffled" in controls else 0, seed)
-    places = find_places(sets, at)
     sites, left_out = readable(model, sets, tensors, blocks, e)
-    study = _Study(sets, places, e, taught, _how(taught, probe, width, seed))
+    study = _Study(sets, find_places(sets, at), e, taught, _how(taught, probe, width, seed))
     tables = list(study.tables(model, sites, controls))
-    common: dict[str, Any] = {
-        "model": identity(model, name),
+    same: dict[str, Any] = {
+        **common(model, name),
         "label": _name(labels, of),
         "probe": probe,
         "seed": seed,
         "metric": "accuracy" if taught.classes else "r2",
         "unit": "1",
-        "dtype": activation_dtype(model),
-        "numerics": "reference",
     }
-    df = frame(pd.concat(tables, ignore_index=True).assign(**common), study="probes")
+    df = frame(pd.concat(tables, ignore_index=True).assign(**same), study="probes")
     df.attrs["left_out"] = left_out
     df.attrs["unmatched"] = int(tables[0]["value"].isna().sum())
     return df
+
+
+def outlook(
+    model: HookedModel,
+    prompts: Prompts,
+    labels: Labels = "label",
+    *,
+    of: Prompts | None = None,
+    tensors: Sequence[str] | None = None,
+    blocks: Sequence[int] | None = None,
+    at: Sequence[Place] | None = None,
+    e: int | None = None,
+    probe: Probe = "ridge",
+    width: int = WIDTH,
+    folds: int = 6,
+    controls: Sequence[Control] = get_args(Control),
+    draws: int = 5,
+    test: Prompts | None = None,
+    test_labels: Labels | None = None,
+    seed: int = 0,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `probes` would take; see `experiments.study.passes`. Most of its time are ``fits``, of which one is made."""
+    _check(probe, controls, draws)
+    sets = [prompts] if test is None else [prompts, test]
+    taught = lesson(sets, truth(sets, labels, of, test_labels), folds, draws if "shuffled" in controls else 0, seed)
+    sites, _left_out = readable(model, sets, tensors, blocks, e)
+    study = _Study(sets, find_places(sets, at), e, taught, _how(taught, probe, width, seed))
+    return study.cost(model, sites, controls, timed)
 
 
 def _check(probe: str, controls: Sequence[str], draws: int) -> None:
@@ -212,12 +242,33 @@ class _Study:
         alone = taught.only(own, sets=1)
         if "random" in controls:
             dtype = model.decoder.weights.read(None, "W_E").dtype
-            other = HookedModel(random_weights(model.dims, self.how.seed, dtype, model.device))
+            weights = random_weights(model.dims, self.how.seed, dtype, model.device)
+            other = HookedModel(weights, numerics=model.decoder.numerics)
             drawn = self._judge(read(other, sets[:1], places.tokens[:1], sites, self.e), alone, "random weights")
             yield self._table(drawn, drawn.right, alone.teaches, against="random")
         if "tokens" in controls:
             counted = self._judge({None: count_tokens(sets[0], places.tokens[0])}, alone, "bag of tokens")
             yield self._table(counted, counted.right, alone.teaches, against="tokens")
+
+    def cost(
+        self, model: HookedModel, sites: Sequence[Site], controls: Sequence[Control], timed: bool
+    ) -> dict[str, float]:
+        """What all of that takes."""
+        again = "random" in controls
+        batches = [some.batch(model.device) for some in (*self.sets, *self.sets[:again])]
+        places = len(self.places.columns)
+        cost = passes(model, batches, len(sites) * places, timed=timed)
+        fits = len(sites) * places * (1 + again) + places * ("tokens" in controls)
+        cost["forwards"] = sum(one.tokens.numel() for one in batches) / batches[0].tokens.numel()
+        return {**cost, "fits": fits, "seconds": cost["seconds"] + fits * (self._second(model, sites) if timed else 0)}
+
+    def _second(self, model: HookedModel, sites: Sequence[Site]) -> float:
+        """How long a fit takes, on noise as wide as these tensors are on average."""
+        rows, width = len(self.taught.fold), sum(numel(model, site, 1, 1) for site in sites) // len(sites)
+        noise = np.random.default_rng(0).standard_normal((rows, width))
+        start = time.perf_counter()
+        _judged(noise, np.ones(rows, dtype=bool), self.taught, self.how)
+        return time.perf_counter() - start
 
     def _judge(self, vectors: Mapping[Site | None, Vectors], taught: Lesson, what: str) -> Judged:
         """Fit and read out every cell; equal vectors of a block, at one place, once."""

@@ -10,10 +10,10 @@ the chosen experts' contributions exists, a block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -21,16 +21,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.ablate import reference_of
 from experiments.asking import Ask
 from experiments.frames import BadFrame, frame
+from experiments.measure import Source, stayed
 from experiments.metrics import Metric
+from experiments.nodes import nodes
+from experiments.options import How
+from experiments.parts import ablation
 from experiments.prompts import Prompts
 from experiments.stats import Numbers, summary, units
-from experiments.study import activation_dtype, chosen_blocks, identity
-from hooks import Edit, HookedModel, Run, freeze, patch
+from experiments.study import chosen_blocks, common, passes
+from hooks import Cell, Edit, HookedModel, Live, Run, freeze, patch
+from hooks import outlook as ahead
 from hooks.edits import Freeze
-from probe.errors import BadEdit, OutOfRange
+from probe.errors import BadEdit, OutOfRange, asking
 from probe.sites import Site
+from probe.text import Batch
 
 
 def routing(
@@ -69,10 +76,7 @@ def routing(
         OutOfRange: a block that does not exist, or has no experts.
         BadFrame: two sets of one name.
     """
-    sets = [prompts] if isinstance(prompts, Prompts) else list(prompts)
-    if not sets or len({some.name for some in sets}) < len(sets):
-        raise BadFrame(f"sets are told apart by name; these are {', '.join(some.name for some in sets) or 'none'}.")
-    asked = moe_blocks(model, blocks)
+    sets, asked = _asked(model, prompts, blocks)
     seen = [_look(model, some, asked) for some in sets]
     contexts = _Contexts.of(sets)
     parts = []
@@ -84,6 +88,30 @@ def routing(
             rows = experts, _of_block(looks[block], others, loads, some)
             parts += [part.assign(block=block, prompts=some.name).astype(object) for part in rows]
     return _frame(model, pd.concat(parts, ignore_index=True), name)
+
+
+def outlook(
+    model: HookedModel,
+    prompts: Prompts | Sequence[Prompts],
+    *,
+    blocks: Sequence[int] | None = None,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `routing` would take; see `experiments.study.passes`."""
+    sets, asked = _asked(model, prompts, blocks)
+    batches = [some.batch(model.device) for some in sets]
+    return passes(model, batches, len(sets) * len(asked) * model.dims.e, timed=timed)
+
+
+def _asked(
+    model: HookedModel, prompts: Prompts | Sequence[Prompts], blocks: Sequence[int] | None
+) -> tuple[list[Prompts], list[int]]:
+    """The sets, each of another name, and the blocks with experts."""
+    sets = [prompts] if isinstance(prompts, Prompts) else list(prompts)
+    if not sets or len({some.name for some in sets}) < len(sets):
+        raise BadFrame(f"sets are told apart by name; these are {', '.join(some.name for some in sets) or 'none'}.")
+    return sets, moe_blocks(model, blocks)
 
 
 def coactivation(model: HookedModel, prompts: Prompts, block: int, *, name: str | None = None) -> pd.DataFrame:
@@ -108,13 +136,19 @@ def coactivation(model: HookedModel, prompts: Prompts, block: int, *, name: str 
     return _frame(model, rows.assign(block=block, prompts=prompts.name), name)
 
 
+HOWS = ("zero", "mean", "resample", "noise")
+"""How a text says that a node is edited, for `split`."""
+
+
 def split(
     model: HookedModel,
     prompts: Prompts,
-    edits: Edit | Sequence[Edit],
+    edits: str | Edit | Sequence[str | Edit],
     *,
     metrics: Sequence[str | Metric] | None = None,
     gates: bool = False,
+    reference: Prompts | None = None,
+    seed: int = 0,
     name: str | None = None,
 ) -> pd.DataFrame:
     """How much of an edit's effect goes by the routing: four rows for each metric, told apart by ``edit`` and
@@ -126,23 +160,24 @@ def split(
     - the interaction: the whole less the two. It has an ``effect`` and no value.
 
     Args:
+        edits: all act together. A text is one of `HOWS` and a node (see `experiments.nodes`): ``zero blocks.2.O h=1``.
         metrics: see `experiments.metrics`; None: all that the prompts allow.
         gates: whether the routing is the chosen experts and their gates; else it is the choice, and gates are made
             anew of each run's own affinities.
+        reference: what edits in text take from, where they resample or average; None: the prompts' own.
+        seed: of what they draw, and of the intervals' resamples.
+        name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Raises:
         BadEdit: an edit that can't mean what it says, or that frozen routing would cut off: one of the router itself;
             or none, besides what is frozen.
-        OutOfRange: no block that the edits reach has experts.
+        UnknownTensor, OutOfRange, UnknownDim: a node that doesn't exist; no block that the edits reach has experts.
     """
-    edits = (edits,) if isinstance(edits, Edit) else tuple(edits)
-    at = [site for edit in edits if not isinstance(edit.how, Freeze) for site in edit.sites(model.sites)]
-    if not at:
-        raise BadEdit("nothing is edited; give an edit whose effect is to be split.")
-    block = max((site.block for site in at if site.block is not None), default=None)
-    ask, label = Ask(model, prompts, metrics), " + ".join(edit.label for edit in edits)
-    reached = [i for i in moe_blocks(model, None) if i >= min(map(model.sites.depth, at))]
-    base, *runs = _routed(model, ask, edits, ("experts", "gates") if gates else ("experts",), reached, block)
+    asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
+    ask, block = asked.ask, asked.block
+    made = asked.made(model, prompts, seed)
+    label = " + ".join(edit.label for edit in made)
+    base, *runs = _routed(model, ask, made, asked.router, asked.reached, block)
     seen = [ask.seen(run, block) for run in (base, *runs)]
     names = label, label, f"the routing of: {label}", f"interaction of the routing and: {label}"
     held = [", ".join(run.frozen) or pd.NA for run in runs]
@@ -154,10 +189,104 @@ def split(
     for metric in ask.metrics:
         before, whole, computed, alone = (ask.values(metric, one, seen[0], block).numpy() for one in seen)
         together = whole - computed - alone + 2 * before
-        found = summary([whole, computed, alone, together], before, groups)
+        found = summary([whole, computed, alone, together], before, groups, seed=seed)
         found["value"][-1] = np.nan
         parts.append(what.assign(metric=metric.name, unit=metric.unit, prompts=prompts.name, **found).astype(object))
-    return _frame(model, pd.concat(parts, ignore_index=True), name)
+    return _frame(model, pd.concat(parts, ignore_index=True), name, study="split")
+
+
+def outlook_split(
+    model: HookedModel,
+    prompts: Prompts,
+    edits: str | Edit | Sequence[str | Edit],
+    *,
+    metrics: Sequence[str | Metric] | None = None,
+    gates: bool = False,
+    reference: Prompts | None = None,
+    seed: int = 0,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `split` would take: four runs, and one over the reference prompts where edits take from these."""
+    asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
+    ask, taken = asked.ask, [] if asked.source is None else [asked.source]
+    base, held = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken), tuple(map(freeze, asked.router))
+    ahead(model, base, [Cell(asked.edits), Cell((*asked.edits, *held))], sources=taken)  # sees what can't be
+    ask.sites(asked.block)
+    forwards = 4.0 + sum(live.tokens.numel() for live in taken if live.tokens is not None) / ask.tokens.numel()
+    return passes(model, [Batch(ask.tokens, ask.keep)], 4, forwards, timed=timed)
+
+
+class _Split(NamedTuple):
+    """All that follows from the arguments of `split`.
+
+    Attributes:
+        told: the edits as they were given; ``edits``: as they would be made of the reference prompts.
+        source: those prompts, where an edit takes from them.
+        block: the last that is edited; None: none is.
+        reached: the blocks with experts from there on.
+    """
+
+    ask: Ask
+    told: tuple[str | Edit, ...]
+    edits: tuple[Edit, ...]
+    source: Live | None
+    rows: list[int] | None
+    router: tuple[str, ...]
+    block: int | None
+    reached: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        model: HookedModel,
+        prompts: Prompts,
+        edits: str | Edit | Sequence[str | Edit],
+        metrics: Sequence[str | Metric] | None,
+        gates: bool,
+        reference: Prompts | None,
+        seed: int,
+    ) -> _Split:
+        told = (edits,) if isinstance(edits, str | Edit) else tuple(edits)
+        ask, source, rows = Ask(model, prompts, metrics), None, None
+        if any(isinstance(one, str) and one.startswith(("mean ", "resample ")) for one in told):
+            theirs = reference_of(prompts, reference)
+            source = Live(*theirs.batch(model.device), theirs.spans)
+            if any(isinstance(one, str) and one.startswith("resample ") for one in told):
+                drawn = prompts.draw(theirs, seed)
+                rows = [drawn[p] for p in ask.prompt_of]
+        router = ("experts", "gates") if gates else ("experts",)
+        asked = cls(ask, told, (), source, rows, router, None, [])
+        made = asked._from(model, prompts, source, seed)
+        at = [site for edit in made if not isinstance(edit.how, Freeze) for site in edit.sites(model.sites)]
+        if not at:
+            raise BadEdit("nothing is edited; give an edit whose effect is to be split.")
+        block = max((site.block for site in at if site.block is not None), default=None)
+        reached = [i for i in moe_blocks(model, None) if i >= min(map(model.sites.depth, at))]
+        if not reached:
+            raise OutOfRange("no block that these edits reach has experts, so nothing goes by the routing.")
+        return asked._replace(edits=made, block=block, reached=reached)
+
+    def made(self, model: HookedModel, prompts: Prompts, seed: int) -> tuple[Edit, ...]:
+        """The edits, with the values that they take from the reference prompts at hand."""
+        if self.source is None:
+            return self.edits
+        return self._from(model, prompts, stayed(model, self.source, self.edits), seed)
+
+    def _from(self, model: HookedModel, prompts: Prompts, source: Source, seed: int) -> tuple[Edit, ...]:
+        made: list[Edit] = []
+        for one in self.told:
+            if isinstance(one, Edit):
+                made.append(one)
+                continue
+            how, _, node = one.partition(" ")
+            with asking(f"edit {one!r}"):
+                if how not in HOWS or not node.strip():
+                    raise BadEdit(f"it is said as one of {', '.join(HOWS)} and a node: zero blocks.2.O h=1.")
+                for found in nodes(model, prompts, node):
+                    where = found.part.rows(self.ask)
+                    made.append(ablation(cast("How", how), found.site, source, where, self.rows, seed))
+        return tuple(made)
 
 
 def _routed(
@@ -169,8 +298,6 @@ def _routed(
     block: int | None,
 ) -> tuple[Run, Run, Run, Run]:
     """The base, the edited run, the same with the base's routing, and the base with the edited run's routing."""
-    if not reached:
-        raise OutOfRange("no block that these edits reach has experts, so nothing goes by the routing.")
     held = [Site(i, tensor) for i in reached for tensor in router]
 
     def run(edits: Sequence[Edit], base: Run | None) -> Run:
@@ -183,9 +310,8 @@ def _routed(
     return base, whole, frozen, run([patch(str(site), source=whole) for site in held], base)
 
 
-def _frame(model: HookedModel, rows: pd.DataFrame, name: str | None) -> pd.DataFrame:
-    rows = rows.assign(model=identity(model, name), dtype=activation_dtype(model), numerics=model.decoder.numerics)
-    return frame(rows, study="routing")
+def _frame(model: HookedModel, rows: pd.DataFrame, name: str | None, study: str = "routing") -> pd.DataFrame:
+    return frame(rows.assign(**common(model, name)), study=study)
 
 
 def moe_blocks(model: HookedModel, blocks: Sequence[int] | None) -> list[int]:

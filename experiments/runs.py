@@ -4,7 +4,8 @@ A run folder holds
 
 - ``manifest.json``: what is run, on which weights and inputs, by which versions; written first, and never changed;
 - ``units/*.parquet``: the frame of each finished unit, put there by a rename once it is complete;
-- ``frame.csv``, ``frame.parquet``, ``pictures/``: when all units are finished, of all of them, in that order;
+- ``frame.csv``, ``frame.parquet``, ``pictures/``: when all units are finished, of all of them, in that order; the attrs
+  of each unit's frame stand in those of the parquet file, under its label;
 - ``lock``: empty. A process holds a byte of it for each unit that it is about to do, as long as it lives.
 
 A unit's file bears its *key* in its name: a digest of all that its numbers hang on, by content: weights, sizes, dtype,
@@ -34,6 +35,7 @@ import pandas as pd
 import torch
 
 from experiments import frames
+from experiments.compare import RANDOM, load_second
 from experiments.fingerprint import fingerprint
 from experiments.frames import BadPath
 from experiments.pictures import save
@@ -72,6 +74,9 @@ class Job:
 def run(spec: Spec, out: str | os.PathLike[str], *, shard: tuple[int, int] = (1, 1)) -> pd.DataFrame | None:
     """Do the units of a spec that are not done yet, and join all when they are.
 
+    Before the first of them all are planned (`experiments.studies.Study.plan`): a tensor, a metric or a span that does
+    not exist is found then, in the last unit as in the first, and nothing has been written.
+
     Args:
         out: the run folder; made where there is none.
         shard: (i, n): every n-th unit from the i-th on, i from 1. Processes and machines that share the folder take one
@@ -89,7 +94,7 @@ def run(spec: Spec, out: str | os.PathLike[str], *, shard: tuple[int, int] = (1,
     if not 1 <= i <= n:
         raise BadRun(f"there is no shard {i}/{n}: they are 1/n to n/n, n at least 1.")
     place, shelf = folder(out), _Shelf(spec.folder)
-    jobs = _jobs(spec, shelf)
+    jobs = _jobs(spec, shelf, place)
     with _lock(place) as lock:
         with _alone(lock, place):
             _claim(place, spec, jobs)
@@ -153,6 +158,7 @@ def _joined(place: Path, study: str, jobs: Sequence[Job]) -> pd.DataFrame:
     parts = [_finished(place / job.file) for job in jobs]
     if not whole.exists():
         df = frames.join(*parts)
+        df.attrs |= _attrs(jobs, parts)
         for file in (whole.with_suffix(".csv"), whole):
             frames.write(df, file)
     if not pictures.exists():
@@ -162,6 +168,18 @@ def _joined(place: Path, study: str, jobs: Sequence[Job]) -> pd.DataFrame:
                 save(ax, drawn / f"{job.file.stem}_{name}.png")
         drawn.replace(pictures)
     return frames.read(whole)
+
+
+def _attrs(jobs: Sequence[Job], parts: Sequence[pd.DataFrame]) -> dict[str, Any]:
+    """What units' frames say beside their rows: of a lone one as it is, of several under ``units`` by label, so that
+    what is said of one can't be read as said of all."""
+    said = {
+        job.unit.label: {str(key): value for key, value in part.attrs.items() if key != "schema"}
+        for job, part in zip(jobs, parts, strict=True)
+    }
+    if len(jobs) == 1:
+        return said[jobs[0].unit.label]
+    return {"units": said} if any(said.values()) else {}
 
 
 def _finished(file: Path) -> pd.DataFrame:
@@ -183,11 +201,12 @@ class _Shelf:
     _model: HookedModel | None = None
     _fingerprint: str = ""
     _prompts: dict[str, Prompts] = field(default_factory=dict)
+    _others: dict[str, HookedModel] = field(default_factory=dict)
 
     def model(self, unit: Unit) -> HookedModel:
         """The unit's model, loaded where the last unit's was another."""
         if self._model is None or self._asked != unit.model:
-            self._model = None  # two may not fit
+            self._model, self._others = None, {}  # two may not fit
             given = dict(unit.model)
             if "dtype" in given:
                 given["dtype"] = getattr(torch, given["dtype"])
@@ -208,6 +227,12 @@ class _Shelf:
             self._prompts[task] = Prompts.load(named, tokenizer, directory)
         return self._prompts[task]
 
+    def other(self, unit: Unit, place: str) -> HookedModel:
+        """What the unit's model is held against, see `experiments.compare.load_second`."""
+        if place not in self._others:
+            self._others[place] = load_second(self.model(unit), place if place == RANDOM else self.folder / place)
+        return self._others[place]
+
     def arguments(self, function: Callable[..., Any], unit: Unit) -> dict[str, Any]:
         """A unit's arguments as a study takes them: prompts loaded, the model named."""
         given = dict(unit.arguments)
@@ -216,8 +241,12 @@ class _Shelf:
                 given[key] = self.prompts(unit, given[key])
             elif given[key] is not None:
                 given[key] = [self.prompts(unit, task) for task in given[key]]
+        own = self._directory(unit).resolve().name
+        for key in that_take(HookedModel, function) & given.keys():
+            given["names"] = own, Path(given[key]).name
+            given[key] = self.other(unit, given[key])
         if "name" in signature(function).parameters:
-            given["name"] = self._directory(unit).resolve().name
+            given["name"] = own
         return given
 
     def covers(self, study: str, unit: Unit) -> dict[str, Any]:
@@ -230,7 +259,7 @@ class _Shelf:
         named = {"name": self._directory(unit).resolve().name, "weights": self._fingerprint}
         covers = {
             "model": {**named, **load, "dims": asdict(model.dims)},
-            "arguments": {key: _said(value) for key, value in arguments.items() if key != "name"},
+            "arguments": {key: _said(value) for key, value in arguments.items() if key not in ("name", "names")},
         }
         plain: dict[str, Any] = json.loads(json.dumps(covers, default=str))
         return plain
@@ -240,6 +269,9 @@ def _said(value: Any) -> Any:
     """An argument by its content."""
     if isinstance(value, list):
         return [_said(one) for one in value]
+    if isinstance(value, HookedModel):
+        weights = {"weights": fingerprint(value.decoder.weights), "dims": asdict(value.dims)}
+        return {**weights, "dtype": activation_dtype(value), "numerics": value.decoder.numerics}
     return _content(value) if isinstance(value, Prompts) else value
 
 
@@ -270,16 +302,20 @@ def _installed() -> dict[str, str]:
     return {name: version(name) for name in ("k2-probe", "torch", "numpy")}
 
 
-def _jobs(spec: Spec, shelf: _Shelf) -> list[Job]:
+def _jobs(spec: Spec, shelf: _Shelf, place: Path) -> list[Job]:
+    """All units with what they hang on; each that isn't finished has been planned."""
     jobs = []
+    estimate = STUDIES[spec.study].plan
     for at, unit in enumerate(spec.units):
         what = f"unit {at + 1} of {len(spec.units)}" + (f" ({unit.label})" if unit.label else "")
         with asking(what):
             covers = shelf.covers(spec.study, unit)
-        key = _digest(json.dumps([_versions(), spec.study, covers], sort_keys=True))
-        label = re.sub(r"[^\w.=+-]+", "_", unit.label)[:80]
-        name = "_".join(filter(None, (f"{at:0{len(str(len(spec.units)))}}", label, key)))
-        jobs.append(Job(unit, what, covers, Path("units", f"{name}.parquet")))
+            key = _digest(json.dumps([_versions(), spec.study, covers], sort_keys=True))
+            label = re.sub(r"[^\w.=+-]+", "_", unit.label)[:80]
+            name = "_".join(filter(None, (f"{at:0{len(str(len(spec.units)))}}", label, key)))
+            jobs.append(Job(unit, what, covers, Path("units", f"{name}.parquet")))
+            if estimate is not None and not (place / jobs[-1].file).exists():
+                estimate(shelf.model(unit), **shelf.arguments(estimate, unit), timed=False)
     return jobs
 
 

@@ -12,17 +12,18 @@ queries, at a time.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from experiments.frames import BadFrame
+from experiments.frames import BadFrame, check_one
 from experiments.prompts import Prompt, Prompts
-from experiments.study import Reading, chosen_blocks, report
+from experiments.study import Reading, chosen_blocks, passes, report
 from hooks import HookedModel
 from probe import Dims, Tokenizer
 from probe.errors import BadText
@@ -86,15 +87,27 @@ def scores(
         OutOfRange: a block that does not exist.
         BadText: no prompt has a second token.
     """
-    if max(len(prompt.tokens) for prompt in prompts.rows) < 2:
-        raise BadText(f"{prompts.name}: no prompt has a second token, and where there is one key there is no choice.")
-    asked = chosen_blocks(model, blocks)
+    asked = _asked(model, prompts, blocks)
     tokens, keep = prompts.batch(model.device)
     meter = _Meter(model.dims, tokens, torch.ones_like(tokens).bool() if keep is None else keep)
     reduce = {Site(block, part): partial(meter.see, part) for block in asked for part in INTO_SCORES}
     made = model.run(tokens, keep, want=None, reduce=reduce).cache.reduced
     readings = [one for block in asked for one in _readings(block, made[Site(block, INTO_SCORES[-1])])]
     return report(model, prompts, readings, study="scores", per_prompt=per_prompt, name=name)
+
+
+def outlook(
+    model: HookedModel, prompts: Prompts, *, blocks: Sequence[int] | None = None, timed: bool = True, **_: Any
+) -> Mapping[str, float]:
+    """What `scores` would take; see `experiments.study.passes`."""
+    heads = model.dims.h * len(_asked(model, prompts, blocks))
+    return passes(model, [prompts.batch(model.device)], heads, timed=timed)
+
+
+def _asked(model: HookedModel, prompts: Prompts, blocks: Sequence[int] | None) -> list[int]:
+    if max(len(prompt.tokens) for prompt in prompts.rows) < 2:
+        raise BadText(f"{prompts.name}: no prompt has a second token, and where there is one key there is no choice.")
+    return chosen_blocks(model, blocks)
 
 
 def _readings(block: int, measures: dict[Key, tuple[Tensor, Tensor]]) -> Iterator[Reading]:
@@ -111,8 +124,9 @@ def heads_above(df: pd.DataFrame, metric: str, least: float = 0.5) -> list[tuple
     """The heads, as (block, head), whose attention as it is scores more than ``least``: all induction heads, say.
 
     Raises:
-        BadFrame: the frame has no such metric by head.
+        BadFrame: the frame has no such metric by head, or is of several models or sets of prompts.
     """
+    check_one(df)
     known = list(df["metric"].unique()) if "head" in df else []
     if metric not in known:
         raise BadFrame(f"the frame has no metric {metric!r} by head; it has {', '.join(known) or 'none'}.")

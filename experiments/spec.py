@@ -14,8 +14,9 @@
     model.directory = ["../a", "../b"]
 
 Keys, values and their defaults are those of the functions, checked against their signatures before anything runs. TOML
-says in text what it has no type for: prompts by task or file, a dtype by name. A lone value where a list is wanted is a
-list of one. Paths are relative to the TOML file.
+says in text what it has no type for: prompts by task or file, a second model by its directory (or ``random``, see
+`experiments.compare`), a dtype by name. A lone value where a list is wanted is a list of one. Paths are relative to the
+TOML file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from experiments.options import Dtype
 from experiments.prompts import Prompts
 from experiments.studies import STUDIES
 from hooks import HookedModel
@@ -41,7 +43,7 @@ SHIPPED = Path(__file__).parent / "specs"
 """Specs for the tiny model; `read` takes their names."""
 
 _TABLES = ("study", "model", "grid")
-_GIVEN_BY_THE_RUN = ("model", "name")
+_GIVEN_BY_THE_RUN = ("model", "name", "first", "names")
 
 
 class BadSpec(ProbeError, ValueError):
@@ -185,9 +187,10 @@ def _kinds(study: str) -> dict[str, Any]:
 
 _SAID_AS: dict[Any, Any] = {
     Prompts: str,
+    HookedModel: str,
     Path: str,
     torch.device: str,
-    torch.dtype: Literal["float32", "bfloat16", "float16"],
+    torch.dtype: Dtype,
 }
 
 

@@ -31,11 +31,11 @@ from experiments.patch import usual
 from experiments.probes import Direction
 from experiments.probes import direction as of_probe
 from experiments.prompts import Prompts
-from experiments.study import activation_dtype, identity
+from experiments.study import common
 from experiments.vectors import Place, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.apply import bound
-from hooks.sweep import BUDGET
+from hooks.cells import BUDGET
 from hooks.where import Rows
 from probe.errors import BadEdit, OutOfRange, ShapeMismatch, asking
 from probe.sites import Site
@@ -121,15 +121,13 @@ def steer(
         asked.rows(asked.aside, aside, seed).assign(prompts=asked.aside.prompts.name),
         unit.assign(prompts=prompts.name, when=when, **there),
     ]
-    common: dict[str, Any] = {
-        "model": identity(model, name),
+    same: dict[str, Any] = {
+        **common(model, name),
         "edit": f"add {label or asked.along.label}",
         "source": asked.along.source,
         "seed": seed,
-        "dtype": activation_dtype(model),
-        "numerics": model.decoder.numerics,
     }
-    return frame(pd.concat([part.astype(object) for part in parts], ignore_index=True).assign(**common), study="steer")
+    return frame(pd.concat([part.astype(object) for part in parts], ignore_index=True).assign(**same), study="steer")
 
 
 def outlook(
@@ -148,13 +146,14 @@ def outlook(
     learn: Prompts | None = None,
     neutral: Prompts | None = None,
     metrics: Sequence[str] | None = None,
+    timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `steer` would take, but for what is decoded; see `experiments.measure.cost`."""
     target = _Target.of(model, prompts, direction, tensor, block, h, e, at, when)
     asked = _Steering.of(model, prompts, target, direction, doses, random_directions, learn, neutral, metrics, 0)
     asks = (asked.ask, target.place), (asked.aside, target.within)
-    both = [cost(model, ask, asked.cells(where)) for ask, where in asks]
+    both = [cost(model, ask, asked.cells(where), timed=timed) for ask, where in asks]
     return {what: (max if what == "bytes" else sum)(one[what] for one in both) for what in both[0]}
 
 
@@ -181,6 +180,7 @@ def difference(
     Raises:
         UnknownTensor, OutOfRange, UnknownDim, BadEdit, BadProbe: a tensor or a place that doesn't exist, or gives no
             vector a prompt; an expert that no prompt of a set chose there.
+        BadSample: a position, of prompts in which it is different words.
     """
     sets, site = [prompts, others], _site(model, tensor, block)
     ((site,), _) = readable(model, sets, [str(site)], None, e)
@@ -280,6 +280,7 @@ class _Target(NamedTuple):
         if tensor is None and (own is None or block is not None):
             raise BadEdit("say what is steered: tensor='x_next', block=2, or tensor='blocks.2.x_next'.")
         site = own.site if tensor is None and own is not None else _site(model, str(tensor), block)
+        h, e = (_from_front(model, dim, i) for dim, i in (("h", h), ("e", e)))
         e = own.e if own is not None and e is None else e
         if own is not None and (own.site, own.e) != (site, e):
             raise BadEdit(f"{site}{'' if e is None else f', e={e}'}: the direction is another's: {own}.")
@@ -297,6 +298,12 @@ class _Target(NamedTuple):
         said = columns(site, node) | {{"h": "head", "e": "expert"}[dim]: i for dim, i in within.items()}
         read = at if isinstance(at, str) or (at is not None and at >= 0) else "END"
         return cls(site, e, within, within | tokens, there, when, read, said)
+
+
+def _from_front(model: HookedModel, dim: str, i: int | None) -> int | None:
+    """A head or an expert that is counted from the end, as edits allow, by the number that a frame has for it."""
+    size = model.dims.size(dim)
+    return i + size if i is not None and -size <= i < 0 else i
 
 
 def _check_when(when: str, at: str | int | None) -> None:

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.frames import BadFrame
+from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, group_colour, heading, nothing, symbol
 
 APART = ("model", "prompts", "block", "tensor", "head", "expert", "edit", "role", "pos", "when", "seed")
@@ -18,7 +18,9 @@ APART = ("model", "prompts", "block", "tensor", "head", "expert", "edit", "role"
 
 def pictures(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
     """Of each metric of the prompts a picture, with plain text beside it, and a name for its file."""
-    doses = df[df["alpha"].notna()]
+    doses = df[df["alpha"].notna()] if len(df) else df
+    if not len(doses):
+        return
     steered, aside = doses[doses["when"].notna()], doses[doses["when"].isna()]
     for metric in steered["metric"].unique():
         _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -53,9 +55,7 @@ def dose(
     here = here if metrics is None else here[here["metric"].isin(list(metrics))]
     if not len(here):
         return nothing(ax, "no doses to draw")
-    for name in ("unit", *APART):
-        if name in here and here[name].nunique(dropna=False) > 1:
-            raise BadFrame(f"the frame has several of {name} ({', '.join(map(str, here[name].unique()))}): keep one.")
+    check_one(here, ("unit", *APART))
     for i, (metric, part) in enumerate(here.groupby("metric", sort=False), 1):
         _curve(ax, part.sort_values("alpha"), str(metric).replace("_", " "), group_colour(i))
     _axes(ax, here)
@@ -68,7 +68,7 @@ def dose(
 def _curve(ax: Axes, part: pd.DataFrame, name: str, colour: object) -> None:
     """One metric and its control, through the base at 0."""
     names = ("effect", "ci_low", "ci_high", "control", "spread")
-    numbers = part[["alpha", *names]].astype(float)
+    numbers = part.reindex(columns=["alpha", *names]).astype(float)  # too few prompts have no interval
     numbers = pd.concat([numbers, pd.DataFrame([dict.fromkeys(numbers, 0.0)])]).sort_values("alpha")
     x, effect, low, high, control, spread = (numbers[name] for name in ("alpha", *names))
     ax.fill_between(x, control - 2 * spread, control + 2 * spread, color=colour, alpha=0.12, lw=0)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,10 +22,11 @@ from experiments import stats
 from experiments.fingerprint import fingerprint
 from experiments.frames import BadPath, frame
 from experiments.prompts import Prompts
-from hooks import HookedModel
+from hooks import HookedModel, estimate
 from probe.card import Leaf, Step, letters
 from probe.errors import OutOfRange, UnknownTensor
 from probe.sites import Site
+from probe.text import Batch
 
 
 def chosen_blocks(model: HookedModel, blocks: Sequence[int] | None) -> list[int]:
@@ -124,9 +126,51 @@ def activation_dtype(model: HookedModel) -> str:
     return str(model.decoder.weights.read(None, "W_E").dtype).removeprefix("torch.")
 
 
+def common(model: HookedModel, name: str | None, prompts: Prompts | None = None) -> dict[str, Any]:
+    """The columns of every study that say what was run: the model with its dtype and numerics, and the prompts.
+
+    Args:
+        name: of the model; see `identity`.
+        prompts: None: they differ from row to row.
+    """
+    what = {"model": identity(model, name)} | ({} if prompts is None else {"prompts": prompts.name})
+    return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics}
+
+
 def progress(total: int, what: str) -> tqdm[NoReturn]:
     """A progress bar on a terminal; nothing elsewhere."""
     return tqdm(total=total, desc=what, unit="run", leave=False, disable=not sys.stderr.isatty())
+
+
+# ---- what it would cost ----------------------------------------------------------------------------------------------
+
+
+def seconds(model: HookedModel, tokens: Tensor, keep: Tensor | None) -> float:
+    """How long a plain forward pass takes: one is made now."""
+    start = time.perf_counter()
+    model.run(tokens, keep)
+    return time.perf_counter() - start
+
+
+def passes(
+    model: HookedModel, batches: Sequence[Batch], cells: int, forwards: float = 1.0, *, timed: bool = True
+) -> dict[str, float]:
+    """What a study takes that makes plain forward passes and no sweep: ``cells`` that it looks at, ``forwards``,
+    ``bytes`` of the values that live at once, ``seconds`` of the passes.
+
+    Args:
+        batches: that run one after the other.
+        forwards: how often all of them run, where it isn't once and to the end.
+        timed: whether to run the first of them, for ``seconds``; else they are NaN, and nothing is run.
+    """
+    tokens, keep = batches[0]
+    share = sum(batch.tokens.numel() for batch in batches) / tokens.numel()
+    return {
+        "cells": float(cells),
+        "forwards": forwards,
+        "bytes": float(max(estimate(model, batch.tokens.shape, "x_0").live for batch in batches)),
+        "seconds": forwards * share * (seconds(model, tokens, keep) if timed else math.nan),
+    }
 
 
 # ---- what was looked at, prompt by prompt ----------------------------------------------------------------------------
@@ -158,21 +202,20 @@ def report(
     study: str,
     per_prompt: bool,
     name: str | None,
-    **common: Any,
+    **same: Any,
 ) -> pd.DataFrame:
     """A frame of readings: averages over groups, ``n`` of them, with their interval; or a row for each prompt.
 
     Args:
         name: of the model; see `identity`.
-        common: columns that are the same in all rows.
+        same: other columns that are the same in all rows.
     """
     what = pd.DataFrame([{**one.what, "metric": one.metric, "unit": one.unit} for one in readings])
     values = _stacked([one.values for one in readings])
     base = _stacked([torch.full_like(one.values, torch.nan) if one.base is None else one.base for one in readings])
     per = _stacked([torch.ones_like(one.values) if one.per is None else one.per for one in readings])
     rows = _by_prompt(prompts, what, values / per, base) if per_prompt else _averages(prompts, what, values, base, per)
-    known = {"model": identity(model, name), "prompts": prompts.name, "dtype": activation_dtype(model)}
-    return frame(rows.assign(**known, numerics=model.decoder.numerics, **common), study=study)
+    return frame(rows.assign(**common(model, name, prompts), **same), study=study)
 
 
 def _stacked(rows: Sequence[Tensor]) -> stats.Numbers:

@@ -427,7 +427,7 @@ def _massive(df: pd.DataFrame) -> Table:
 
 
 def _listed(df: pd.DataFrame, title: str, columns: Mapping[str, str], notes: Sequence[str] = ()) -> Table:
-    """Rows as they come, of these columns under these headings."""
+    """Rows as they come, of these columns, those that there are, under these headings."""
     import pandas as pd
 
     from experiments.plots import short
@@ -436,6 +436,7 @@ def _listed(df: pd.DataFrame, title: str, columns: Mapping[str, str], notes: Seq
         number = column.dtype.kind == "f"
         return ["" if pd.isna(x) else short(float(x)) if number else str(x) for x in column]
 
+    columns = {name: head for name, head in columns.items() if name in df}
     right = frozenset(head for name, head in columns.items() if df[name].dtype.kind in "fi")
     rows = list(zip(*(words(df[name]) for name in columns), strict=True))
     return Table(title, list(columns.values()), rows, right, notes)
@@ -515,7 +516,7 @@ def path_table(df: pd.DataFrame, most: int = 20) -> Table:
     what = f"change of {_with_unit(row)}, {row['direction']}: {_of(here)}"
     held = "every Δ in between held" if row["hold"] == "all" else f"held in between: {row['hold']}"
     notes = [f"the {len(top)} largest of {len(here)}; {held}; from, to: 95 % interval of recovered"]
-    return _listed(top, f"Paths: {what}", {name: head for name, head in names.items() if name in top}, notes)
+    return _listed(top, f"Paths: {what}", names, notes)
 
 
 def circuit_tables(df: pd.DataFrame) -> Iterator[Table]:
@@ -533,7 +534,19 @@ def circuit_tables(df: pd.DataFrame) -> Iterator[Table]:
         yield _listed(by_test["minimality"], "Minimality: the circuit without a node", columns)
     if "completeness" in by_test:
         columns = {"removed": "without", "value": "circuit", "base": "whole model", "effect": "difference", **ends}
-        yield _listed(by_test["completeness"], f"Completeness: {unit} without some of its nodes", columns)
+        lacks = by_test["completeness"]
+        lacks["removed"] = lacks["removed"].mask(lacks["removed"] == lacks["kept"], "the whole circuit")
+        yield _listed(lacks, f"Completeness: {unit} without some of its nodes", columns)
+
+
+def split_tables(df: pd.DataFrame) -> Iterator[Table]:
+    """The parts of an edit's effect, metric by metric."""
+    for _, part in df.groupby("metric", sort=False):
+        row = part.iloc[0].to_dict()
+        shown = part.assign(part=["in all", "routing frozen", "routing alone", "interaction"])
+        columns = {"part": "part", "effect": "effect", "ci_low": "from", "ci_high": "to", "p": "p"}
+        columns |= {"routing_agreement": "routing agreement", "flips": "flips"}
+        yield _listed(shown, f"{row['edit']}: change of {_with_unit(row)}, {_of(part)}", columns)
 
 
 def agreement_table(df: pd.DataFrame) -> Table:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.frames import frame
 from experiments.prompts import Prompts, padded
-from experiments.study import activation_dtype, identity
+from experiments.study import common, passes
 from hooks import HookedModel
 from hooks.edits import SCORES
 from hooks.where import Mask, Place, indices, where_of
@@ -70,16 +70,13 @@ def top(
 
     Raises:
         UnknownTensor, OutOfRange, UnknownDim: no such tensor or place; T and B are what is ranked, not named.
-        BadEdit: a tensor over pairs of positions, or of integers; one with slots, without its expert named by e.
+        BadEdit: a tensor over pairs of positions, or of integers; one with slots, without its expert named by e; a
+            direction that points nowhere.
         ShapeMismatch: a direction of another width.
         BadText: there is no text, or no tokenizer.
     """
-    if isinstance(texts, str):
-        raise BadText("texts are several, of which this would be the letters; put it in a list.")
-    if n < 1 or batch < 1:
-        raise OutOfRange(f"n={n}, batch={batch}: at least one token is ranked, and one text run.")
-    site = model.sites.find(tensor if block is None else f"blocks.{block}.{tensor}")
-    view = _view(model, site, direction, where or {})
+    view = _asked(model, texts, tensor, block, where, n, direction, batch)
+    site = view.site
     sign, heap, tokens = -1.0 if smallest else 1.0, None, dict[int, Sequence[int]]()
     for rows in _batches(model, texts, batch):
         ids, real = padded(list(rows.values()), model.device)
@@ -93,13 +90,53 @@ def top(
         raise BadText("there is no text.")
     df = pd.DataFrame(_rows(model, view, heap, tokens))
     df = df.assign(value=sign * df["value"], metric="smallest" if smallest else "largest", unit="1")
-    common = {"model": identity(model, name), "dtype": activation_dtype(model), "numerics": model.decoder.numerics}
     place = {
         "tensor": site.tensor,
         "block": site.block,
         "prompts": texts.name if isinstance(texts, Prompts) else "texts",
     }
-    return frame(df.assign(**common, **place), study="top")
+    return frame(df.assign(**common(model, name), **place), study="top")
+
+
+def outlook(
+    model: HookedModel,
+    texts: Prompts | Iterable[str],
+    tensor: str,
+    block: int | None = None,
+    *,
+    where: Mapping[str, int | Sequence[int]] | None = None,
+    n: int = 20,
+    direction: Tensor | Sequence[float] | None = None,
+    batch: int = 32,
+    timed: bool = True,
+    **_: Any,
+) -> Mapping[str, float]:
+    """What `top` would take; see `experiments.study.passes`. A pass ends at the block that is asked for."""
+    view = _asked(model, texts, tensor, block, where, n, direction, batch)
+    batches = [padded(list(rows.values()), model.device) for rows in _batches(model, texts, batch)]
+    if not batches:
+        raise BadText("there is no text.")
+    part = (1 + model.sites.depth(view.site)) / (1 + model.dims.blocks)
+    return passes(model, batches, len(view.what), min(1.0, part), timed=timed)
+
+
+def _asked(
+    model: HookedModel,
+    texts: Prompts | Iterable[str],
+    tensor: str,
+    block: int | None,
+    where: Mapping[str, int | Sequence[int]] | None,
+    n: int,
+    direction: Tensor | Sequence[float] | None,
+    batch: int,
+) -> _View:
+    """What is ranked; and whether there is anything to rank it by."""
+    if isinstance(texts, str):
+        raise BadText("texts are several, of which this would be the letters; put it in a list.")
+    if n < 1 or batch < 1:
+        raise OutOfRange(f"n={n}, batch={batch}: at least one token is ranked, and one text run.")
+    site = model.sites.find(tensor if block is None else f"blocks.{block}.{tensor}")
+    return _view(model, site, direction, where or {})
 
 
 def _batches(model: HookedModel, texts: Prompts | Iterable[str], batch: int) -> Iterator[dict[int, Sequence[int]]]:
@@ -180,6 +217,8 @@ def _view(
         direction = torch.as_tensor(direction, dtype=torch.float32)
         if direction.shape != (width := dims.size(node.shape[-1]),):
             raise ShapeMismatch(f"{site}: the direction is {list(direction.shape)}; the last axis is {width} wide.")
+        if not direction.isfinite().all() or not direction.any():
+            raise BadEdit(f"{site}: the direction is zero, or not finite: it points nowhere, and nothing is largest.")
         axes = axes[:-1]
     places = [_flat(axis, chosen, dims) for axis in axes]
     names = [COLUMN.get(axis[0], "feature") if len(axis) == 1 else "feature" for axis in axes]

@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 
 from experiments.labels import BadProbe
 from experiments.prompts import Prompts
+from experiments.stats import check_average
 from experiments.study import chosen_sites
 from hooks import HookedModel
 from hooks.edits import PER_SLOT, SCORES
@@ -45,12 +46,16 @@ def find_places(sets: Sequence[Prompts], at: Sequence[Place] | None) -> Places:
 
     Raises:
         BadProbe, BadEdit, OutOfRange: a place that some prompt lacks, or of several tokens.
+        BadSample: a position, of a set in which it is different words.
     """
     if isinstance(at, str | int) or not all(isinstance(place, str | int) for place in at or ()):
         raise BadProbe(f"at={at!r}: give a list of spans and positions, as ['subject', 'END'].")
     chosen = list(dict.fromkeys(_spans(sets) if at is None else at))
     if not chosen:
         raise BadProbe("at names no place; leave it out for every span that all prompts have.")
+    for one in sets if any(isinstance(place, int) and place >= 0 for place in chosen) else ():
+        with asking(one.name):
+            check_average([prompt.shape for prompt in one.rows], "position")
     columns = [{"pos": place} if isinstance(place, int) else {"role": place} for place in chosen]
     return Places(columns, [torch.tensor([_positions(one, place) for place in chosen]).T for one in sets])
 

@@ -1,5 +1,11 @@
 """Looking and changing: a hook on every named tensor, caches, edits, runs that recompute what an edit reaches."""
 
+import warnings
+
+with warnings.catch_warnings():  # in a notebook what it loads misses a widget, which nobody here uses
+    warnings.filterwarnings("ignore", "IProgress not found")
+    import transformer_lens  # noqa: F401
+
 from hooks import reduce
 from hooks.cache import Cache
 from hooks.cells import Cell, Live, Outcome

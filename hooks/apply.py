@@ -364,8 +364,8 @@ class At:
         if self.is_weight:
             return rows.mask(None, "T")
         named = rows.mask(self.where.get("T", self.where.get("S")), "T", self.among)
-        read_as_keys = any(card.shape(name)[1] == "S" for name in below)
-        if block == self.site.block and not read_as_keys and not ("S" in self.where and "T" not in self.where):
+        read_as_keys = self.site.tensor in card.key_side or ("S" in self.where and "T" not in self.where)
+        if block == self.site.block and not read_as_keys:
             return named
         return rows.mask(None, "T", self.among) & named.long().cummax(-1).values.bool()
 

@@ -2,19 +2,29 @@
 
 A world's keys and values at the positions that it has changed are its own, all others the base's. Worlds that changed
 the same positions and ask for the same queries go together: one product with the base's keys for all of them, one with
-their own.
+their own. So do worlds that nearly do, where that is less than another product costs: there each has the base's rows
+in the places that others have changed, and what it didn't ask for is thrown away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hooks.layout import Layout
 from probe.numerics import forbidden
+
+CALL = 1 << 21
+"""Multiplications that take about as long as the calls which a further group of worlds needs."""
+
+COPIED = 32
+"""Multiplications that take about as long as a number's copy."""
 
 
 class Packed(NamedTuple):
@@ -22,6 +32,14 @@ class Packed(NamedTuple):
 
     value: Tensor
     layout: Layout
+
+
+class Kind(NamedTuple):
+    """Worlds that go together, the positions that they changed, and those that they ask for; [T] both, true there."""
+
+    worlds: list[int]
+    changed: npt.NDArray[np.bool_]
+    asked: npt.NDArray[np.bool_]
 
 
 def attend_worlds(Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float) -> Tensor:
@@ -34,24 +52,26 @@ def attend_worlds(Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tenso
         K, V: the worlds' own keys and values, of one layout.
         base_K, base_V: the base's, [B T h ·]; world w stands on row w mod B.
     """
-    out = Q.value.new_empty(*Q.value.shape[1:-1], base_V.shape[-1])
+    _, N, h, q = Q.value.shape
+    out = Q.value.new_empty(N + 1, h, base_V.shape[-1])  # the last takes what none asked for
     future = torch.ones(base_K.shape[1], base_K.shape[1], dtype=torch.bool, device=out.device).triu(1)
-    for kind, changed, asked in _kinds(Q.layout, K.layout):
+    for kind in _merged(_kinds(Q.layout, K.layout), h * (q + base_V.shape[-1])):
+        changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (kind.changed, kind.asked))
         shared = _but(changed, asked)
         order = torch.cat([shared, changed]) if isinstance(shared, Tensor) else slice(0, int(asked[-1]) + 1)
         hidden = future[asked][:, order]
-        for worlds, prompts in _by_prompt(kind, len(base_K)):
-            queries = _of(Q.value[0], Q.layout, worlds, len(asked))
-            keys, values = (_of(own.value[0], own.layout, worlds, len(changed)) for own in (K, V))
+        for worlds, prompts in _by_prompt(kind.worlds, len(base_K)):
+            queries = _of(Q, worlds, asked)
+            keys, values = _of(K, worlds, changed, base_K), _of(V, worlds, changed, base_V)
             everyone = prompts == list(range(len(base_K)))
             theirs = [_taken(base if everyone else base[prompts], shared) for base in (base_K, base_V)]
             made = _attend(queries, keys, values, theirs[0], theirs[1], tau, hidden)
-            _put(out, Q.layout, worlds, made)
-    return out[None]
+            _put(out, Q.layout, worlds, asked, made)
+    return out[None, :N]
 
 
-def _kinds(asked: Layout, changed: Layout) -> list[tuple[list[int], Tensor, Tensor]]:
-    """Worlds with queries, by what they changed and ask for: (worlds, changed positions, asked positions)."""
+def _kinds(asked: Layout, changed: Layout) -> list[Kind]:
+    """Worlds with queries, by what they changed and ask for."""
     active = asked.mask.any(-1).nonzero()[:, 0]
     both = torch.cat([changed.mask, asked.mask], dim=1)[active]
     kinds, member = torch.unique(both, dim=0, return_inverse=True)
@@ -59,8 +79,36 @@ def _kinds(asked: Layout, changed: Layout) -> list[tuple[list[int], Tensor, Tens
     worlds: list[list[int]] = [[] for _ in kinds]
     for world, kind in zip(active.tolist(), member.tolist(), strict=True):
         worlds[kind].append(world)
-    split = zip(worlds, kinds, strict=True)
-    return [(some, kind[:length].nonzero()[:, 0], kind[length:].nonzero()[:, 0]) for some, kind in split]
+    split = zip(worlds, kinds.cpu().numpy(), strict=True)
+    return [Kind(some, kind[:length], kind[length:]) for some, kind in split]
+
+
+def _merged(kinds: Sequence[Kind], width: int) -> list[Kind]:
+    """Kinds that are nearly alike as one, wherever that saves more calls than it adds products."""
+    made: list[Kind] = []
+    cost = 0
+    for kind in sorted(kinds, key=lambda kind: (int(kind.changed.sum()), _end(kind.asked), int(kind.asked.argmax()))):
+        own = _cost(kind, width)
+        if made:
+            last = made[-1]
+            both = Kind([*last.worlds, *kind.worlds], last.changed | kind.changed, last.asked | kind.asked)
+            if (together := _cost(both, width)) < cost + own + CALL:
+                made[-1], cost = both, together
+                continue
+        made.append(kind)
+        cost = own
+    return [Kind(sorted(kind.worlds), kind.changed, kind.asked) for kind in made]
+
+
+def _cost(kind: Kind, width: int) -> int:
+    """Of a group, in multiplications."""
+    pairs = int(kind.asked.sum()) * _end(kind.asked)
+    return len(kind.worlds) * width * (pairs + COPIED * int(kind.changed.sum()))
+
+
+def _end(mask: npt.NDArray[np.bool_]) -> int:
+    """Behind the last true one."""
+    return len(mask) - int(mask[::-1].argmax())
 
 
 def _but(changed: Tensor, asked: Tensor) -> Tensor | slice:
@@ -87,32 +135,44 @@ def _taken(base: Tensor, positions: Tensor | slice) -> Tensor:
     return base[:, positions] if isinstance(positions, slice) else base.index_select(1, positions)
 
 
-def _of(rows: Tensor, layout: Layout, worlds: list[int], count: int) -> Tensor:
-    """[worlds, count, ·]: all rows of some worlds, as many each; a view where they stand one behind the other."""
-    first = layout.starts[worlds[0]]
+def _of(own: Packed, worlds: list[int], places: Tensor, base: Tensor | None = None) -> Tensor:
+    """[worlds, places, ·]: rows of some worlds; a view where they have these alone and stand one behind the other.
+
+    Args:
+        base: has the rows that they lack, [B T ·]; None: these mean nothing.
+    """
+    rows, layout, count = own.value[0], own.layout, len(places)
     if _together(layout, worlds, count):
+        first = layout.starts[worlds[0]]
         return rows[first : first + count * len(worlds)].view(len(worlds), count, *rows.shape[1:])
-    return rows.index_select(0, _index(layout, worlds, count, rows.device)).view(len(worlds), count, *rows.shape[1:])
+    index = _index(layout, worlds, places)
+    found = rows.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *rows.shape[1:])
+    if base is not None:
+        world, place = (index < 0).nonzero(as_tuple=True)
+        prompt = torch.tensor(worlds, device=rows.device)[world] % len(base)
+        found[world, place] = base[prompt, places[place]]
+    return found
 
 
-def _put(out: Tensor, layout: Layout, worlds: list[int], made: Tensor) -> None:
-    """[worlds, count, ·] to where `_of` would find it."""
-    count, flat = made.shape[1], made.flatten(0, 1)
-    if _together(layout, worlds, count):
+def _put(out: Tensor, layout: Layout, worlds: list[int], places: Tensor, made: Tensor) -> None:
+    """[worlds, places, ·] to where `_of` would find it; to the last row, where it wouldn't."""
+    flat = made.flatten(0, 1)
+    if _together(layout, worlds, len(places)):
         first = layout.starts[worlds[0]]
         out[first : first + len(flat)] = flat
     else:
-        out.index_copy_(0, _index(layout, worlds, count, out.device), flat)
+        out.index_copy_(0, _index(layout, worlds, places).flatten() % len(out), flat)
 
 
 def _together(layout: Layout, worlds: list[int], count: int) -> bool:
-    starts = [layout.starts[world] for world in worlds]
+    """Whether worlds have so many rows each, one behind the other."""
+    starts = [layout.starts[world] for world in [*worlds, worlds[-1] + 1]]
     return all(b - a == count for a, b in pairwise(starts))
 
 
-def _index(layout: Layout, worlds: list[int], count: int, device: torch.device) -> Tensor:
-    starts = torch.tensor([layout.starts[world] for world in worlds], device=device)
-    return (starts[:, None] + torch.arange(count, device=device)).flatten()
+def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:
+    """[worlds, places]: their rows; -1 where they have none."""
+    return layout.table[torch.tensor(worlds, device=places.device)][:, places]
 
 
 def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau: float, hidden: Tensor) -> Tensor:
@@ -120,16 +180,20 @@ def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau
 
     Products are made in fp32 (small ones in bf16 are slower on a CPU) and rounded as if they weren't.
     """
-    G, nq, h, _ = Q.shape
+    G, nq, h, q = Q.shape
     P, nu = base_K.shape[:2]
-    act = Q.dtype
-    Q, K, V, base_K, base_V = (x.to(torch.promote_types(act, torch.float32)) for x in (Q, K, V, base_K, base_V))
-    by_prompt = Q.view(P, G // P * nq, h, Q.shape[-1]).transpose(1, 2)  # all queries on a prompt meet its keys at once
-    to_base = (by_prompt @ base_K.permute(0, 2, 3, 1)).view(P, h, G // P, nq, nu)
-    to_own = (Q.transpose(1, 2) @ K.permute(0, 2, 3, 1)).view(P, G // P, h, nq, K.shape[1]).transpose(1, 2)
+    g, own, act, wide = G // P, K.shape[1], Q.dtype, torch.promote_types(Q.dtype, torch.float32)
+
+    def by_head(x: Tensor) -> Tensor:
+        x = x.to(wide).view(P, g, *x.shape[1:]).permute(0, 3, 1, 2, 4)
+        return x.reshape(P * h * g, *x.shape[3:])
+
+    Q, K, V = by_head(Q), by_head(K), by_head(V)
+    base_K, base_V = (x.to(wide).transpose(1, 2).flatten(0, 1) for x in (base_K, base_V))
+    to_base = (Q.view(P * h, g * nq, q) @ base_K.mT).view(P * h, g, nq, nu)
+    to_own = (Q @ K.mT).view(P * h, g, nq, own)
     S = torch.cat([to_base, to_own], dim=-1).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
-    A = torch.softmax(S, dim=-1, dtype=torch.float32).to(act).to(Q.dtype)
-    of_base = A[..., :nu].reshape(P, h, G // P * nq, nu) @ base_V.transpose(1, 2)
-    of_own = A[..., nu:].transpose(1, 2).reshape(G, h, nq, K.shape[1]) @ V.transpose(1, 2)
-    of_base = of_base.view(P, h, G // P, nq, V.shape[-1]).permute(0, 2, 3, 1, 4).reshape(G, nq, h, V.shape[-1])
-    return (of_base + of_own.transpose(1, 2)).to(act)
+    A = torch.softmax(S, dim=-1, dtype=torch.float32).to(act).to(wide)
+    O = (A[..., :nu].view(P * h, g * nq, nu) @ base_V).view(P * h * g, nq, -1)
+    O.baddbmm_(A[..., nu:].view(P * h * g, nq, own), V)
+    return O.view(P, h, g, nq, -1).permute(0, 2, 3, 1, 4).reshape(G, nq, h, -1).to(act)

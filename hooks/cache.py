@@ -133,8 +133,8 @@ class Reduced(BySite):
 
 
 class Cache(BySite):
-    """Site → tensor: what descendants saw. Each tensor is a copy of its own, so that no later edit, of the run's values
-    or of another cached tensor (q_C and Q_C would share storage), can alter it; and it keeps no graph alive.
+    """Site → tensor: what descendants saw. Each tensor has a storage of its own, so that no later edit, of the run's
+    values or of another cached tensor (q_C and Q_C would share theirs), can alter it; and it keeps no graph alive.
 
     Look up by `Site` or by any spelling: ``cache["blocks.3.c^KV"]``, ``cache["c_KV", 3]``.
 
@@ -160,6 +160,8 @@ class Cache(BySite):
         self.reduced = Reduced(sites)
         self.gradients: Cache | None = None
         self._versions: dict[Site, int] = {}
+        self._storages: set[int] = set()
+        """Of the tensors that were kept as they were made."""
         for site, value in (values or {}).items():
             self.keep(site, value)
 
@@ -191,10 +193,28 @@ class Cache(BySite):
         """Itself: values can be taken from a cache as from a run."""
         return self
 
-    def keep(self, site: Site, value: Tensor) -> None:
-        """Store a copy of ``value``, without its graph."""
-        self._values = self._put(self._values, site, own(value))
-        self._versions[site] = self._values[site]._version
+    def keep(self, site: Site, value: Tensor, made: bool = False) -> None:
+        """Store a copy of ``value``, without its graph. What was ``made`` for this, and nobody else can write into, is
+        stored as it is, if it is whole and no other tensor here lies in its storage."""
+        kept = value.detach() if made and self._stands_alone(value) else own(value)
+        self._values = self._put(self._values, site, kept)
+        self._versions[site] = kept._version
+
+    def _stands_alone(self, value: Tensor) -> bool:
+        """Whether a value is whole, usable anywhere, and alone in its storage here; from now on that is its own."""
+        storage = value.untyped_storage()
+        whole = value.is_contiguous() and storage.nbytes() == value.nbytes
+        alone = whole and not value.is_inference() and storage.data_ptr() not in self._storages
+        if alone:
+            self._storages.add(storage.data_ptr())
+        return alone
+
+    def copy_made(self) -> None:
+        """Copy what was kept as it was made: somebody holds it after all."""
+        for site, value in self.items():
+            if value.untyped_storage().data_ptr() in self._storages:
+                self.keep(site, value)
+        self._storages.clear()
 
     def keep_reduced(self, site: Site, made: Any) -> None:
         """Store what a reduction made; the caller gives it away."""

@@ -15,6 +15,9 @@ from hooks.where import Rows, Spans
 from probe.errors import BadEdit, ShapeMismatch
 from probe.sites import Site, Sites
 
+BUDGET = 2 << 30
+"""Bytes that the rows in flight may take beside the weights, where nobody says otherwise."""
+
 Read = Sequence[Sequence[int]]
 """For each prompt, the real positions that are read."""
 

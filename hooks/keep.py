@@ -57,7 +57,7 @@ class Keeper:
         self.sites, self.rows, self.keep = sites, rows, keep
         self.reductions = self._reductions(keep.reduce or {})
         chosen = () if keep.names is None and keep.reduce else select(sites, keep.names)
-        self.names = tuple(site for site in chosen if site not in self.reductions)
+        self.names = dict.fromkeys(site for site in chosen if site not in self.reductions)
         self.place: Place | None = None if keep.pos is None else dict(where_of({"T": keep.pos}))["T"]
         self.real = None if keep.pos is None else self._positions()
         self.masks = {
@@ -99,15 +99,16 @@ class Keeper:
 
     # ---- seeing ------------------------------------------------------------------------------------------------
 
-    def see(self, site: Site, value: Tensor) -> None:
-        """Keep what is asked of a whole value."""
+    def see(self, site: Site, value: Tensor, made: bool = False) -> None:
+        """Keep what is asked of a whole value; ``made``: see `Cache.keep`."""
         if site in self.reductions and site.tensor not in SCORES:
             self._reduce(site, slice(0, self.rows.length), value)
         elif site in self.reductions:
             for queries in query_chunks(value.shape[2]):
                 self.see_chunk(site, queries, value[:, :, queries])
         elif site in self.names:
-            self.cache.keep(site, self._cast(value if self.real is None else self._at(value, self._axis(site))))
+            kept = self._cast(value if self.real is None else self._at(value, self._axis(site)))
+            self.cache.keep(site, kept, made or kept is not value)
 
     def see_chunk(self, site: Site, queries: slice, value: Tensor) -> None:
         """Keep what is asked of a chunk of queries, [B h t S]; chunks come in order."""
@@ -150,7 +151,7 @@ class Keeper:
         self.parts[site] = [made]
         if queries.stop >= self.rows.length:
             del self.parts[site]
-            self.cache.keep(site, self._cast(made))
+            self.cache.keep(site, self._cast(made), made=True)
 
     def _places(self, device: torch.device) -> Tensor:
         """[B, n]: the named positions as places of the padded batch."""
@@ -164,6 +165,8 @@ class Keeper:
         return value.movedim(axis, 1)[rows, places].movedim(1, axis)
 
     def _cast(self, value: Tensor) -> Tensor:
+        if self.keep.device is None and self.keep.dtype is None:
+            return value
         return value.to(self.keep.device, self.keep.dtype if value.is_floating_point() else None)
 
 

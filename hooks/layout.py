@@ -35,9 +35,8 @@ class Layout:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first row of each world, if it has any; its others follow."""
-        counts = self.mask.sum(-1)
-        starts: list[int] = (counts.cumsum(0) - counts).tolist()
+        """The first row of each world, if it has any; its others follow. And where the last one's end."""
+        starts: list[int] = [0, *self.mask.sum(-1).cumsum(0).tolist()]
         return starts
 
     @cached_property

@@ -357,24 +357,27 @@ class HookedModel(HookedRootModule):
 
     def _run(self, tokens: Tensor, keep: Tensor | None, keeper: Keeper | None = None) -> Tensor:
         """The logits; all else passes through the hooks, and is shown to the keeper."""
+        logits, watched = Site(None, "logits"), self.watched()
 
         def tap(site: Site, value: Tensor) -> Tensor:
-            value = self.pass_through(site, value)
+            value = self.pass_through(site, value) if watched else value
             if keeper is not None:
-                keeper.see(site, value)
+                keeper.see(site, value, made=not watched and site != logits)  # the logits are the caller's
             return value
 
-        logits = Site(None, "logits")
-        return self.decoder.run(
+        made = self.decoder.run(
             tokens,
             keep,
             want=(logits,),
-            edited=self.watched(),
-            tap=tap,
+            edited=watched,
+            tap=tap if watched or keeper else None,
             watched=keeper.watched if keeper else (),
             chunks=keeper.chunks if keeper else (),
             show=keeper.see_chunk if keeper else None,
         )[logits]
+        if keeper is not None and made.requires_grad:
+            keeper.cache.copy_made()  # the graph of the logits holds values that need no gradient themselves
+        return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> HookedModel:
         """What `to`, `cuda`, `half` … come down to; a model of hooks alone would silently stay as it is."""

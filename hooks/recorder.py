@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 
 class Recorder:
     """Sees each value as it is made: edits it, passes it through its hook point, and shows it to its keeper. ``cache``
-    has what a later run needs, in a plain run beside what was asked for; without a keeper, nothing."""
+    has what a later run needs, in a plain run beside what was asked for; without a keeper, nothing.
 
-    def __init__(self, model: HookedModel, applied: Sequence[At], keeper: Keeper | None = None) -> None:
+    Args:
+        fresh: whether the run makes all its values itself. If no hook sees them either, they are kept as they are; an
+            edit makes a new one.
+    """
+
+    def __init__(
+        self, model: HookedModel, applied: Sequence[At], keeper: Keeper | None = None, fresh: bool = False
+    ) -> None:
         self.model, self.keeper = model, keeper
         on_weights = [at for at in applied if at.is_weight]
         weights = model.decoder.weights
@@ -42,9 +49,13 @@ class Recorder:
         readers = {Site(at.site.block, name) for at in applied for name in at.into}
         self.watched = model.watched()
         self.edited = {*self.by_site, *self.watched, *self.slots, *readers}
+        self.made = fresh and not self.watched
 
     def __call__(self, site: Site, value: Tensor) -> Tensor | Fork:
         """The value as those below shall see it."""
+        if not self.watched and site not in self.edited:
+            self._keep(site, value)
+            return value
         edits = self.by_site.get(site, [])
         if edits:
             self.natural.keep(site, value)
@@ -53,13 +64,16 @@ class Recorder:
         shown = self.model.pass_through(site, last)
         if site in self.slots:
             self.seen.setdefault(site.block, {})[site.tensor] = shown
-        if self.keeper is not None:
-            self.keeper.see(site, shown)
-            if self._on_spine(site) and site not in self.cache:
-                self.cache.keep(site, shown)
+        self._keep(site, shown)
         if not by_reader:
             return shown
         return Fork(value, {reader: shown if own is last else own for reader, own in by_reader.items()}, shown)
+
+    def _keep(self, site: Site, value: Tensor) -> None:
+        if self.keeper is not None:
+            self.keeper.see(site, value, self.made)
+            if self._on_spine(site) and site not in self.cache:
+                self.cache.keep(site, value, self.made)
 
     def _on_spine(self, site: Site) -> bool:
         """What a later run needs of this one: the choice to compare with, and where this one may be its base (it is

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hooks.apply import bound, check_no_cut
-from hooks.cache import Cache, Names
+from hooks.cache import Cache, Names, own
 from hooks.edits import Edit, Freeze
 from hooks.estimate import check_fits
 from hooks.keep import Keep, Keeper, Reduce
@@ -182,7 +182,7 @@ def run_block(
     if lost := [str(hooked) for hooked in model.sites if hooked in elsewhere]:
         raise BadEdit(f"block {block} runs alone, so the hooks on {', '.join(lost)} would never fire; take them off.")
     rows = Rows(keep, x_n.shape[0], x_n.shape[1], None if spans is None else tuple(spans), spoken=spoken)
-    start = _Start(sites, rows, None, {site: x_n})
+    start = _Start(sites, rows, None, {site: own(x_n)})  # the caller may write into theirs
     return _carry_out(model, start, Keep(want, device, dtype, pos, reduce), edits, base)
 
 
@@ -203,7 +203,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
     base = _with_frozen(model, start, base, edits)
     applied = bound(edits, sites, rows, base)
     check_no_cut(applied, sites)
-    recorder = Recorder(model, applied, keeper)
+    recorder = Recorder(model, applied, keeper, fresh=base is None)
     with torch.no_grad():
         recorder.decoder.run(
             tokens,

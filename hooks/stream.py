@@ -50,6 +50,8 @@ class Stream:
         self.layouts = Layouts()
         self.needed: Layout | None = None
         """Rows that matter where only what is read does; None: all."""
+        self.idle: frozenset[str] = frozenset()
+        """Steps that are not made."""
         self.useful: dict[str, Layout] = {}
         """Step → the rows of those worlds for which it matters, where it doesn't for all."""
         self.unmatched: dict[int, str] = {}

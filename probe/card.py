@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 
@@ -350,6 +351,11 @@ class Card(Mapping[str, Step]):
                     reached.add(row.name)
             self._below[sources] = frozenset(reached)
         return self._below[sources]
+
+    @cached_property
+    def key_side(self) -> frozenset[str]:
+        """What keys and values are made of, and they: an edit of it at a position is seen by all later queries."""
+        return frozenset(name for name in ("x_n", *self) if {"K", "V"} & ({name} | self.descendants([name])))
 
     def lean(self, name: str) -> Step | None:
         """The other way to ``name`` that does without some tensors, where the card has one."""

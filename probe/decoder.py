@@ -104,25 +104,42 @@ class Decoder:
         if tokens is not None:
             self.check_tokens(tokens, keep, past)
         wanted = tuple(dict.fromkeys(self.sites.find(site) for site in want))
-        asked = _Asked(wanted, frozenset(edited), frozenset(watched), frozenset(chunks))
-        return _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
+        asked = _Asked.of(wanted, edited, watched, chunks)
+        made = _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
+        return {site: made[site] for site in wanted}
 
     def __call__(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """The logits, [B T V]."""
         return self.run(tokens, keep)[Site(None, "logits")]
 
 
+ByBlock = dict[int | None, dict[str, None]]
+
+
+def _by_block(sites: Iterable[Site]) -> ByBlock:
+    """Block → names, each once, in order."""
+    names: ByBlock = {}
+    for block, name in sites:
+        names.setdefault(block, {})[name] = None
+    return names
+
+
 class _Asked(NamedTuple):
-    """What a run is asked for, and how: returned, changed, seen whole, seen in chunks."""
+    """What a run is asked for, and how: returned, changed, seen whole, seen in chunks; each block → names."""
 
-    want: tuple[Site, ...]
-    edited: frozenset[Site]
-    watched: frozenset[Site]
-    chunks: frozenset[Site]
+    want: ByBlock
+    edited: ByBlock
+    watched: ByBlock
+    chunks: ByBlock
 
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return (*self.want, *self.edited, *self.watched, *self.chunks)
+    @classmethod
+    def of(cls, *sites: Iterable[Site]) -> _Asked:
+        """From sites, in this order."""
+        return cls(*map(_by_block, sites))
+
+    def names(self, block: int | None) -> tuple[str, ...]:
+        """All names of a block, each once."""
+        return tuple(dict.fromkeys(name for part in self for name in part.get(block, ())))
 
 
 class _Walk:
@@ -141,8 +158,7 @@ class _Walk:
     ) -> None:
         self.decoder, self.tokens, self.keep, self.past = decoder, tokens, keep, past
         self.tap = _with_past(tap, past) if past else tap
-        self.asked, self.want, self.edited, self.known, self.show = asked, asked.want, asked.edited, known, show
-        self.sites = asked.sites
+        self.asked, self.known, self.show = asked, known, show
         self.out: dict[Site, Tensor] = {}
         self.clean = True
         self.frame: dict[str, Any] | None = None
@@ -150,26 +166,24 @@ class _Walk:
     def go(self) -> dict[Site, Tensor]:
         depth, into = self.decoder.blocks, self._into()
         x: Tensor | None = None
-        if self._asked(None, ("x_0",)) or into[0]:
+        if self._outer(("x_0",)) or into[0]:
             ids = {} if self.tokens is None else {"tokens": self.tokens}
             x = self._part(None, ("x_0",), {**ids, **self._known_of(None)}, "x_0")
         for block in range(depth):
-            names = self._asked(block)
+            names = self.asked.names(block)
             if not names and not into[block + 1]:
                 x = None  # a later part that needs its input has it known
                 continue
             x = self._block(block, names, x, into[block + 1])
-        if names := self._asked(None, self._head()):
+        if names := self._outer(self._head()):
             last = Site(depth - 1, "x_next")
             x = self.known[last] if x is None else x
             self._part(None, names, {"x_L": x, **self._known_of(None)}, None)
-        return {site: self.out[site] for site in self.want}
+        return self.out
 
-    def _asked(self, block: int | None, among: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """Names wanted, edited or watched in a block."""
-        return tuple(
-            dict.fromkeys(s.tensor for s in self.sites if s.block == block and (among is None or s.tensor in among))
-        )
+    def _outer(self, among: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these names around the blocks that are asked for."""
+        return tuple(name for name in self.asked.names(None) if name in among)
 
     def _head(self) -> tuple[str, ...]:
         """What comes after the blocks."""
@@ -181,14 +195,14 @@ class _Walk:
         It must where that part has something to do, unless the stream is known and no edit stands before it.
         """
         depth = self.decoder.blocks
-        edited = (self.decoder.sites.depth(site) for site in self.edited)
+        edited = (self.decoder.sites.depth(Site(b, name)) for b, names in self.asked.edited.items() for name in names)
         clean_until = min(edited, default=depth)  # the first part with an edit; its own input is still clean
-        busy = bool(self._asked(None, self._head()))
+        busy = bool(self._outer(self._head()))
         into = [False] * (depth + 1)
         for part in range(depth, -1, -1):
             site = Site(part, "x_n") if part < depth else Site(depth - 1, "x_next")
             into[part] = busy and not (part <= clean_until and site in self.known)
-            busy = into[part] or bool(part and self._asked(part - 1))
+            busy = into[part] or bool(part and self.asked.names(part - 1))
         return into
 
     def _known_of(self, block: int | None) -> dict[str, Tensor]:
@@ -211,19 +225,18 @@ class _Walk:
     ) -> Tensor | None:
         card = self.decoder.sites.card(block)
         made_here = {*names, pass_on}
-        here = {s.tensor for s in self.edited if s.block == block}
+        want, _, *seen = ([name for name in names if name in part.get(block, ())] for part in self.asked)
+        here = self.asked.edited.get(block, ())  # weights among them
         edited = {
             name for name in here if name in made_here or (name in card.leaves and made_here & card.descendants([name]))
         }
-        want = tuple(n for n in names if Site(block, n) in self.want) + ((pass_on,) if pass_on else ())
-        seen = ([n for n in names if Site(block, n) in sites] for sites in (self.asked.watched, self.asked.chunks))
-        todo: Plan = plan(card, want, tuple(given), edited, *seen)
+        todo: Plan = plan(card, (*want, pass_on) if pass_on else want, given, edited, *seen)
         tap, show = self.tap, self.show
         at = (lambda name, value: tap(Site(block, name), value)) if tap else None
         shown = (lambda name, queries, value: show(Site(block, name), queries, value)) if show else None
         made = evaluate(todo, given, self.decoder.weights, block, at, shown, self.decoder.numerics)
         self.clean = self.clean and not edited
-        self.out.update({Site(block, name): made[name] for name in names if Site(block, name) in self.want})
+        self.out.update({Site(block, name): made[name] for name in want})
         return made[pass_on] if pass_on else None
 
 

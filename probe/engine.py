@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -116,7 +117,21 @@ def plan(
     Raises:
         Missing: something is needed that is neither given nor a step.
     """
-    want = tuple(dict.fromkeys(want))
+    seen = (frozenset(edited), frozenset(watched), frozenset(chunks))
+    return _plan(card, tuple(dict.fromkeys(want)), tuple(given), *seen, exact)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    card: Card,
+    want: tuple[str, ...],
+    given: tuple[str, ...],
+    edited: frozenset[str],
+    watched: frozenset[str],
+    chunks: frozenset[str],
+    exact: bool,
+) -> Plan:
+    """A run plans each block anew, and most blocks alike."""
     known = set(given) - card.descendants(edited)
     lean = _lean_ways(card, {*want, *known, *edited, *watched}, exact)
     shown = {name: way.name for way in lean.values() for name in way.without if name in chunks}

@@ -5,13 +5,30 @@ Deep code raises a terse fact; the boundary that knows what was asked adds the r
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+NOT_THE_USERS = (
+    *(f"{Path(__file__).parents[1] / room}/" for room in ("probe", "hooks", "experiments")),
+    f"{Path(contextlib.__file__).parent}/",
+)
+"""Where code lies that a user has not written: ours, Python's; and in any ``site-packages``."""
 
 
 class ProbeError(Exception):
     """The root of every error that this toolkit raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the user's own lines that led here, and the fact. Our lines between them say nothing
+        that it doesn't; ``%debug`` walks through all."""
+        frames = traceback.extract_tb(self.__traceback__)
+        own = [f for f in frames if not (f.filename.startswith(NOT_THE_USERS) or "site-packages" in f.filename)]
+        where = f"(raised in {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        return [*traceback.format_list(own), f"{type(self).__name__}: {self}", where]
 
 
 class UnknownTensor(ProbeError, KeyError):

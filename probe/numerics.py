@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -170,8 +171,8 @@ def grouped(x: Tensor, experts: Tensor, W: Tensor) -> Tensor:
     Returns:
         [B, T, k, out], in ``x``'s dtype; the product is made in ``W``'s.
     """
-    sort = _Sorted(experts, W.shape[0])
-    rows = x.reshape(-1, x.shape[-1]).index_select(0, sort.order if x.ndim == 4 else sort.order // experts.shape[-1])
+    sort = _sorted(experts, W.shape[0])
+    rows = x.reshape(-1, x.shape[-1]).index_select(0, sort.order if x.ndim == 4 else sort.token)
     return sort.back(_by_expert(rows, W, sort.ends)).view(*experts.shape, W.shape[-1])
 
 
@@ -188,12 +189,12 @@ def mixture(x: Tensor, experts: Tensor, gates: Tensor, W_1: Tensor, W_3: Tensor,
     Returns:
         [B, T, d], fp32.
     """
-    sort = _Sorted(experts, W_1.shape[0])
-    rows, token = x.reshape(-1, x.shape[-1]), sort.order // experts.shape[-1]
+    sort = _sorted(experts, W_1.shape[0])
+    rows = x.reshape(-1, x.shape[-1])
     weight = gates.reshape(-1)[sort.order, None]
     if x.device.type == "cpu":
-        return _one_by_one(rows, token, weight, sort.ends, W_1, W_3, W_2).view(x.shape)
-    here = rows.index_select(0, token)
+        return _one_by_one(rows, sort.token, weight, sort.ends, W_1, W_3, W_2).view(x.shape)
+    here = rows.index_select(0, sort.token)
     h = F.silu(_by_expert(here, W_1, sort.ends), inplace=True).mul_(_by_expert(here, W_3, sort.ends))
     y = _by_expert(h, W_2, sort.ends).to(gates.dtype).mul_(weight)
     return sort.back(y).view(*experts.shape, -1).sum(2)
@@ -220,15 +221,37 @@ class _Sorted:
     """Slots in the order of their experts, with where each expert's end; and the way back."""
 
     def __init__(self, experts: Tensor, count: int) -> None:
-        flat = experts.reshape(-1)
-        self.order = torch.argsort(flat, stable=True)
-        each = torch.arange(1, count + 1, device=flat.device)
-        self.ends = torch.searchsorted(flat[self.order], each).to(torch.int32)
+        in_order, self.order = experts.reshape(-1).sort(stable=True)
+        each = torch.arange(1, count + 1, dtype=in_order.dtype, device=in_order.device)
+        self.ends = torch.searchsorted(in_order, each, out_int32=True)
+        self.k = experts.shape[-1]
+
+    @cached_property
+    def token(self) -> Tensor:
+        """The tokens of the sorted slots."""
+        return self.order // self.k
+
+    @cached_property
+    def place(self) -> Tensor:
+        """Where the sorting has put each slot."""
+        places = torch.arange(len(self.order), device=self.order.device)
+        return torch.empty_like(self.order).scatter_(0, self.order, places)
 
     def back(self, rows: Tensor) -> Tensor:
         """Sorted rows in their slots' own order."""
-        places = torch.arange(len(self.order), device=self.order.device)
-        return rows.index_select(0, torch.empty_like(self.order).scatter_(0, self.order, places))
+        return rows.index_select(0, self.place)
+
+
+def _sorted(experts: Tensor, count: int) -> _Sorted:
+    """The three products of a block share one sorting: as long as the choice is the same tensor, unchanged."""
+    if torch.is_inference_mode_enabled() or experts.is_inference():  # what is made there cannot be used elsewhere
+        return _Sorted(experts, count)
+    return _last_sorted(experts, experts._version, count)
+
+
+@lru_cache(maxsize=1)
+def _last_sorted(experts: Tensor, version: int, count: int) -> _Sorted:
+    return _Sorted(experts, count)
 
 
 def _by_expert(rows: Tensor, W: Tensor, ends: Tensor) -> Tensor:

@@ -4,14 +4,15 @@ A dequantised weight is a bf16 number: what is stored times its scale, multiplie
 even. In any other dtype it is that number, cast: an fp32 product that skips the rounding would be a weight that no
 bf16 model has.
 
-On a CPU both ways back go a stripe of rows at a time through scratch that stays in the cache. Most of the time of the
-plain expression (`plain_fp8`) is the making of its whole-matrix temporaries.
+Both ways back go a stripe of rows at a time, through scratch that is made once and stays in the cache: bits are moved
+to where a 16-bit type has them, and what that type reads in them is cast, multiplied and rounded. Most of the time of
+the plain expression (`plain_fp8`) is the making of its whole-matrix temporaries.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ GROUP = 32
 
 FP8_MAX = 448.0
 _TINY = torch.finfo(torch.float32).tiny
-_STRIPE = 2**18
-"""Elements of a stripe: six bytes of scratch each, so that it stays in a core's cache, and a call is worth its cost."""
+_STRIPE = 2**19
+"""Elements of a stripe, six bytes of scratch each: few enough for a CPU's cache, and enough that a call's own cost is
+small beside its work. A GPU takes 64 times as many."""
 
 
 def fp8_scales(rows: int, columns: int) -> tuple[int, int]:
@@ -65,57 +67,54 @@ def dequantise_fp8(
     _expect("FP8 weight", stored, torch.float8_e4m3fn, (m, n))
     _expect("FP8 scale", scale, torch.float32, fp8_scales(m, n))
     _refuse_infinite(scale, "the scale of block {} is NaN or infinite. Fetch the file anew.")
+    codes = stored.view(torch.int8)
     made = _target(out, (m, n), dtype, stored.device)
-    if stored.is_cpu:
-        _fp8_by_stripes(stored.view(torch.int8), scale, made)
+
+    def halves(part: Tensor, half: Tensor) -> Tensor:
+        """fp16: seeeemmm becomes s0eeeemmm0000000, which is the number times 2^-8, subnormals included."""
+        _refuse_nan(part, codes)
+        return half.copy_(part).mul_(2**7).bitwise_and_(~0x4000).view(torch.float16)
+
+    if scale.abs().amax() < 2.0**120:  # so that the missing 2^8 can go to the scale, exactly
+        _by_stripes(codes, halves, (scale * 2.0**8).repeat_interleave(BLOCK, 0)[:m], BLOCK, made)
     else:
-        _refuse_nan(stored.view(torch.int8), 0)
+        _refuse_nan(codes, codes)
         made.copy_(plain_fp8(stored, scale))
     return made
 
 
 def plain_fp8(stored: Tensor, scale: Tensor) -> Tensor:
-    """`dequantise_fp8` as its rule is written, unchecked, in bf16: what it must equal, and what runs on a GPU."""
+    """`dequantise_fp8` as its rule is written, unchecked, in bf16: what it must equal, at any scale."""
     full = scale.repeat_interleave(BLOCK, 0)[: len(stored)].repeat_interleave(BLOCK, 1)[:, : stored.shape[1]]
     return full.mul_(stored.float()).to(torch.bfloat16)
 
 
-def _fp8_by_stripes(codes: Tensor, scale: Tensor, made: Tensor) -> None:
-    """The bits of e4m3, moved to their places in an fp16, are the number times 2^-8, subnormals included.
+def _by_stripes(
+    stored: Tensor, widen: Callable[[Tensor, Tensor], Tensor], factors: Tensor, width: int, made: Tensor
+) -> None:
+    """``made``[i, j] = bf16(fp32(widen(``stored``)[i, j]) · factors[i, j // width]), cast.
 
-    Sign s, exponent e and mantissa m: seeeemmm becomes s0eeeemmm0000000. The missing 2^8 goes to the scale, which is
-    exact unless it overflows; then it goes to the numbers.
+    Args:
+        widen: some rows of what is stored, and int16 scratch for them, in which it leaves their 16-bit numbers.
+        factors: fp32.
     """
-    m, n = codes.shape
-    late = bool(scale.abs().amax() >= 2.0**120)
-    scale = scale if late else scale * 2.0**8
-    step = _rows_of_a_stripe(n)
-    half = torch.empty((step, n), dtype=torch.int16, device=codes.device)
-    full = torch.empty((step, n), dtype=torch.float32, device=codes.device)
-    for at in range(0, m, step):
-        if at % BLOCK == 0:
-            factor = scale[at // BLOCK].repeat_interleave(BLOCK)[:n]
-        part = codes[at : at + step]
-        _refuse_nan(part, at)
-        h, f = half[: len(part)], full[: len(part)]
-        h.copy_(part).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        f.copy_(h.view(torch.float16))
-        if late:
-            f.mul_(2.0**8)
-        f.mul_(factor)
-        made[at : at + step].copy_(f if made.dtype == torch.bfloat16 else h.view(torch.bfloat16).copy_(f))
+    m, n = made.shape
+    step = min(max((_STRIPE if made.is_cpu else 64 * _STRIPE) // n, 1), m)
+    half = torch.empty((step, n), dtype=torch.int16, device=made.device)
+    full = torch.empty((step, factors.shape[1], width), dtype=torch.float32, device=made.device)
+    for part, factor, out in zip(stored.split(step), factors[..., None].split(step), made.split(step), strict=True):
+        h, groups = half[: len(part)], full[: len(part)]
+        f = groups.flatten(1)[:, :n]  # of a ragged last group what lies beyond n is multiplied too, and never read
+        f.copy_(widen(part, h))
+        groups.mul_(factor)
+        out.copy_(f if made.dtype == torch.bfloat16 else h.view(torch.bfloat16).copy_(f))
 
 
-def _rows_of_a_stripe(columns: int) -> int:
-    """A power of two up to 128, so that no stripe crosses a row of blocks."""
-    return 1 << min(max(_STRIPE // columns, 1).bit_length() - 1, 7)
-
-
-def _refuse_nan(codes: Tensor, first: int) -> None:
+def _refuse_nan(part: Tensor, codes: Tensor) -> None:
     """0x7f is the largest signed byte, 0xff the largest unsigned one: two passes that cost next to nothing."""
-    if codes.amax() == 0x7F or codes.view(torch.uint8).amax() == 0xFF:
+    if int(part.max()) == 0x7F or int(part.view(torch.uint8).max()) == 0xFF:
         row, column = (codes.bitwise_and(0x7F) == 0x7F).nonzero()[0].tolist()
-        raise BadCheckpoint(f"the weight at row {first + row}, column {column} is NaN. Fetch the file anew.")
+        raise BadCheckpoint(f"the weight at row {row}, column {column} is NaN. Fetch the file anew.")
 
 
 def quantise_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,24 +159,22 @@ def dequantise_int4(
     scales = int4_scales(o, i)
     _expect("INT4 weight", packed, torch.int32, (o, i // 8))
     _expect("INT4 scale", scale, torch.bfloat16, scales)
-    _refuse_infinite(scale, "the scale of group {} is NaN or infinite. Fetch the file anew.")
+    factors = scale.float() * 2.0**-12  # exactly: no bf16 has a digit below 2^-133, and fp32 goes down to 2^-149
+    _refuse_infinite(factors, "the scale of group {} is NaN or infinite. Fetch the file anew.")
     made = _target(out, (o, i), dtype, packed.device)
-    quads = packed.contiguous().view(torch.uint16)
-    step = max(_STRIPE // i, 1) if packed.is_cpu else o
-    looked_up = torch.empty(step * i // 4, dtype=torch.int64, device=packed.device)
-    for at in range(0, o, step):
-        part = quads[at : at + step].to(torch.int32).view(-1)
-        four = torch.index_select(_quads(packed.device), 0, part, out=looked_up[: len(part)])
-        values = four.view(torch.bfloat16).view(-1, i // GROUP, GROUP)
-        torch.mul(values, scale[at : at + step, :, None], out=made[at : at + step].unflatten(1, (-1, GROUP)))
+    eights = torch.tensor((8 << 12) - (8 << 28), dtype=torch.int32, device=packed.device)
+
+    def nibbles(pairs: Tensor, half: Tensor) -> Tensor:
+        """int16: a byte's low nibble goes to bits 12 to 15, its high one to 28 to 31, and 8 is added to both.
+
+        Which, modulo 16, is the nibble less 8 in two's complement, times 2^12.
+        """
+        words = half.view(torch.int32).copy_(pairs)
+        torch.add(eights, words, alpha=(1 << 12) + (1 << 24), out=words).bitwise_and_(~0x0FFF0FFF)
+        return half
+
+    _by_stripes(packed.contiguous().view(torch.uint8), nibbles, factors, GROUP, made)
     return made
-
-
-@cache
-def _quads(device: torch.device) -> Tensor:
-    """For each 16 bits the four bf16 numbers that they stand for, as one int64: [2^16], 512 KiB."""
-    nibbles = torch.arange(2**16, device=device)[:, None] >> torch.tensor([0, 4, 8, 12], device=device) & 0xF
-    return (nibbles - 8).to(torch.bfloat16).view(torch.int64).view(-1)
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class Sites:
         self.cards = tuple(card(moe=moe, query_latent=dims.r_q is not None) for moe in dims.moe)
         self.around = around()
         self.only = only
+        self._all = tuple(self._in_order())
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -46,6 +47,9 @@ class Sites:
         return range(len(self.cards)) if self.only is None else (self.only,)
 
     def __iter__(self) -> Iterator[Site]:
+        return iter(self._all)
+
+    def _in_order(self) -> Iterator[Site]:
         outer = [Site(None, name) for name in self.around] if self.only is None else []
         yield from outer[:1]  # x_0
         for block in self.blocks:

@@ -96,6 +96,20 @@ def test_comes_back_from_disk_as_it_went(df, tmp_path, ending):
     assert_frame_equal(frames.read(frames.write(part, path)), frames.frame(part, study="ablate"))
 
 
+def test_attrs_go_with_a_parquet_file(df, tmp_path):
+    df = df.copy()
+    df.attrs |= {"left_out": {"experts": "it holds integers, «e»"}, "unmatched": 3, "rounding": 1e-9, "mistaken": None}
+    path = frames.write(df, tmp_path / "f.parquet")
+    assert frames.read(path).attrs == df.attrs
+    assert pd.read_parquet(path).attrs == df.attrs  # as pandas itself keeps them
+    assert frames.read(frames.write(df, tmp_path / "f.csv")).attrs == {"schema": frames.VERSION}
+    assert "unmatched" not in frames.join(df).attrs, "of one of several, it would be read as of all"
+    df.attrs["model"] = object()
+    with pytest.raises(BadFrame, match="attrs go to a file as JSON"):
+        frames.write(df, tmp_path / "g.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.csv", "f.parquet"]
+
+
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
 def test_no_rows_come_back_too(tmp_path, ending):
     empty = frames.frame([], study="ablate")

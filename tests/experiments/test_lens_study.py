@@ -20,6 +20,7 @@ from experiments import frames, lens_plots
 from experiments.cli import app
 from experiments.frames import BadFrame
 from experiments.lens import direct, lens, unembed
+from experiments.metrics import BadMetric
 from experiments.prompts import Prompts
 from experiments.scores import heads_above, scores
 from experiments.stats import BadSample
@@ -187,13 +188,86 @@ def test_several_spellings_count_together(model: HookedModel) -> None:
     np.testing.assert_array_equal(column(df, metric="rank", tensor="x_next"), [1, 1])
 
 
+def test_an_answer_of_several_tokens_is_forced_at_every_depth(model: HookedModel) -> None:
+    """By hand: each token behind the prompt up to the place, and the tokens before; spellings together."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    text, answers = "The capital of Peru is", [["Lima and Paris", "Rome"], ["Lima"]]
+    rows = [
+        {"clean": text, "answer": answer, "wrong": "Tokyo in Japan", "spans": {"land": [15, 19]}} for answer in answers
+    ]
+    prompts = Prompts.of(rows, tokenizer)
+    roles = {"END": len(prompts.rows[0].tokens), "land": prompts.rows[0].spans["land"][-1] + 1}
+    df = lens(model, prompts, roles=list(roles), per_prompt=True)
+    w, W_U = (model.decoder.weights.read(None, name).double() for name in ("w_final", "W_U"))
+
+    def total(words: str, stop: int, site: str) -> tuple[float, int]:
+        """The sum of log-probabilities, and the worst rank."""
+        ids = [tokenizer.id(word) for word in words.split()]
+        said = torch.tensor([[*prompts.rows[0].tokens[:stop], *ids]])
+        x = model.run(said, want=[site])[site][0].double()[stop - 1 : -1]
+        z = (w * x * (x.pow(2).mean(-1, keepdim=True) + model.dims.eps).rsqrt()) @ W_U
+        own = z.gather(-1, torch.tensor(ids)[:, None])
+        return float((own - z.logsumexp(-1, keepdim=True)).sum()), int((z > own).sum(-1).max()) + 1
+
+    for role, stop in roles.items():
+        for block, tensor in ((0, "x_n"), (1, "x_mid"), (3, "x_next")):
+            where = {"role": role, "block": block, "tensor": tensor}
+            of = {one: total(one, stop, f"blocks.{block}.{tensor}") for one in (*answers[0], "Lima", "Tokyo in Japan")}
+            p = [float(torch.tensor([of[one][0] for one in answer]).logsumexp(0)) for answer in answers]
+            expected = {
+                "log_probability": p,
+                "logit_difference": [one - of["Tokyo in Japan"][0] for one in p],
+                "rank": [min(of[one][1] for one in answer) for answer in answers],
+            }
+            for metric, values in expected.items():
+                got = column(df, metric=metric, **where)
+                np.testing.assert_allclose(got, values, rtol=1e-4, atol=1e-4, err_msg=f"{metric} {where}")
+    first = Prompts.of([{**rows[0], "answer": ["Lima", "Rome"]}], tokenizer)
+    short = column(lens(model, first, per_prompt=True), metric="log_probability", block=3, tensor="x_next")
+    long = column(df, metric="log_probability", block=3, tensor="x_next", role="END")
+    assert abs(short[0] - long[0]) > 0.01, "the tokens behind the first count"
+
+
+def test_one_row_a_prompt_is_enough_for_single_tokens(
+    model: HookedModel, ioi: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every place is read in the longest row that begins so; only a forced answer takes a row of its own."""
+    asked: list[Tensor] = []
+    run = HookedModel.run
+    monkeypatch.setattr(
+        HookedModel, "run", lambda self, tokens, *a, **k: (asked.append(tokens), run(self, tokens, *a, **k))[1]
+    )
+    lens(model, ioi, roles=["S2", "END"])
+    assert asked[0].shape == ioi.batch()[0].shape
+    same = ioi.subset([0, 0])
+    lens(model, same, roles=None)
+    assert asked[1].shape == (1, len(same.rows[0].tokens)), "equal prompts are one row"
+
+
+def test_metrics_may_be_named(model: HookedModel, ioi: Prompts) -> None:
+    df = lens(model, ioi, blocks=[3], metrics=["top1_agreement", "log_probability:Mary"], per_prompt=True)
+    assert set(df["metric"]) == {"top1_agreement", "log_probability:Mary"}
+    assert (column(df, metric="top1_agreement", tensor="x_next") == 1).all()
+    for metric in ("kl:all", "loss", "relative_change", "continuation:2:exact"):
+        with pytest.raises(BadMetric, match="a lens reads logits where roles say"):
+            lens(model, ioi, metrics=[metric])
+
+
 def test_nothing_but_the_read_positions_is_kept(
     model: HookedModel, ioi: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Tensor] = []
-    keep, keep_reduced = Cache.keep, Cache.keep_reduced
-    monkeypatch.setattr(Cache, "keep", lambda self, site, x: (kept.append(x), keep(self, site, x))[1])
-    monkeypatch.setattr(Cache, "keep_reduced", lambda self, site, x: (kept.append(x), keep_reduced(self, site, x))[1])
+
+    def seen(keep: Any) -> Any:
+        def see(self: Cache, site: Any, x: Any, *more: Any) -> Any:
+            kept.extend(x if isinstance(x, tuple) else [x])
+            return keep(self, site, x, *more)
+
+        return see
+
+    for name in ("keep", "keep_reduced"):
+        monkeypatch.setattr(Cache, name, seen(getattr(Cache, name)))
     lens(model, ioi)
     direct(model, ioi)
     assert len(kept) > 10
@@ -392,7 +466,8 @@ def test_what_the_lens_cannot_read(
     [
         ({}, {}, BadText, "no answer"),
         ({"answer": "Lima"}, {}, BadText, "no wrong"),
-        ({"answer": ["Lima", "Paris"], "wrong": "Tokyo"}, {}, BadText, "several spellings"),
+        ({"answer": ["Lima", "Paris"], "wrong": "Tokyo"}, {}, BadText, "several spellings; .* direction="),
+        ({"answer": "Lima", "wrong": "Tokyo in Japan"}, {}, BadText, "the wrong of row 0.*has several tokens"),
         ({"answer": "Lima", "wrong": "Paris"}, {"by": ["neuron"]}, UnknownDim, "'head' and 'expert'"),
         ({"answer": "Lima", "wrong": "Paris"}, {"by": "head"}, UnknownDim, "a list"),
         ({"answer": "Lima", "wrong": "Paris"}, {"role": "subject"}, BadEdit, "no span 'subject'"),

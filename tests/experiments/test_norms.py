@@ -2,12 +2,16 @@
 
 import dataclasses
 import statistics
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from experiments import norms as module
@@ -18,6 +22,7 @@ from experiments.prompts import Prompts
 from experiments.tables import stream_tables
 from hooks import HookedModel
 from hooks.cache import Cache
+from probe import random_weights
 from probe.errors import OutOfRange, UnknownTensor
 
 
@@ -153,6 +158,19 @@ def test_the_tiny_model_rests_on_its_first_token(model: HookedModel) -> None:
     assert abs(last["value"]) > 15 * last["base"]
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_random_weights_nothing_is_massive_and_nothing_rests(seed: int, model: HookedModel) -> None:
+    """The control of what was found: it is learnt, no matter of <bos>, of where it stands or of how it is measured."""
+    assert model.tokenizer is not None
+    untrained = HookedModel(random_weights(model.dims, seed), model.tokenizer)
+    df = norms(untrained, Prompts.load("job", model.tokenizer), tensors=["A", "x_n", "x_next"])
+    sinks = df[df["metric"] == "sink"].groupby(["block", "head"])[["value", "base"]].mean()
+    assert (sinks["value"] / sinks["base"]).between(0.4, 1.7).all()
+    largest = massive(df, n=1)
+    assert (largest["value"].abs() < 8 * largest["base"]).all()
+    assert not largest["token"].eq("<bos>").any()
+
+
 def test_massive_channels_are_each_at_their_largest(table: pd.DataFrame, cache: Cache) -> None:
     found = massive(table, n=2)
     for block, tensor in ((0, "x_n"), (2, "x_mid"), (3, "x_next")):
@@ -197,6 +215,40 @@ def test_scores_and_patterns_are_never_whole(
         for frame in (df, whole)
     ]
     assert pairs[0] == pytest.approx(pairs[1], rel=1e-5)
+
+
+class Living(TorchDispatchMode):
+    """Follows every tensor that is made, and how many bytes of them lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.made = [ref for ref in self.made if ref() is not None]
+        living = [x.untyped_storage() for ref in self.made if (x := ref()) is not None]
+        self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in living}.values()))
+        return out
+
+
+def test_a_blocks_activations_are_never_held_at_once(model: HookedModel) -> None:
+    """The sizes of all that a block makes take little more memory than a plain run; what it makes, kept, much more."""
+    assert model.tokenizer is not None
+    prompts = Prompts.load("job", model.tokenizer)
+
+    def most(act: Callable[[], Any]) -> int:
+        with Living() as living, torch.no_grad():
+            act()
+        return living.most
+
+    plain = most(lambda: model.run(*prompts.batch(), want="blocks.2.x_next"))
+    sized = most(lambda: module.measure(model, prompts, module.sized(model, blocks=[2]), 1))
+    kept = most(lambda: model.run(*prompts.batch(), want="blocks.2.*"))
+    assert sized - plain < 0.3 * (kept - plain)
+    assert kept > 2.5 * plain
 
 
 def test_the_command_tells_growth_channels_and_sinks(tmp_path: Path) -> None:

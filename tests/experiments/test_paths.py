@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -26,7 +25,7 @@ from experiments.patch import patch
 from experiments.paths import outlook, paths
 from experiments.prompts import Prompt, Prompts
 from experiments.stats import BadSample
-from hooks import Cell, Edit, HookedModel, Live, Run, freeze, sweep
+from hooks import Cell, Edit, HookedModel, Live, Run, freeze, sweep, walk
 from hooks import patch as patched
 from probe.engine import compute
 from probe.errors import BadEdit, BadText, OutOfRange, UnknownDim, UnknownTensor
@@ -87,6 +86,8 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], Hold, list[str]]] = 
     ("x_0", {"T": "S2"}, "blocks.3.K", {"h": 0, "S": "S2"}, "attn", heads_between(0, 2)),
     ("x_0", {"T": "S2"}, "blocks.3.A", {"h": 0}, "all", all_between(0, 2)),
     ("x_0", {}, "blocks.2.S", {}, "none", []),
+    ("x_0", {"T": "S2"}, "logits", {}, "none", []),
+    ("x_0", {"T": "S2"}, "logits", {}, "all", all_between(0, 3)),
     ("blocks.0.O", {"h": 3}, "blocks.3.V", {"h": 0}, "all", ["blocks.0.delta_ffn", *all_between(1, 2)]),
     ("blocks.0.O", {"h": 3}, "blocks.3.V", {"h": 0}, "attn", heads_between(1, 2)),
     (
@@ -128,7 +129,8 @@ def test_paths_are_two_runs_by_hand(case: Any, frozen: tuple[str, ...]) -> None:
         base, source = run(prompt.tokens, prompt), run(IOI.rows[i].tokens, IOI.rows[i])
         start = patched(sender, source=source, **where)
         first = run(prompt.tokens, prompt, [start, *(freeze(site) for site in held), *kept], base)
-        second = run(prompt.tokens, prompt, [patched(receiver, source=first, **place), *kept], base)
+        left = kept if receiver != "logits" else []  # past which nothing is left to hold
+        second = run(prompt.tokens, prompt, [patched(receiver, source=first, **place), *left], base)
         (row,) = df[df["example"] == i].to_dict("records")
         assert (row["sender"], row["receiver"]) == tuple(text)
         assert row["base"] == pytest.approx(difference(prompt, base["logits"]), abs=1e-4)
@@ -267,7 +269,7 @@ def test_what_is_held_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[row.name] = rows.get(row.name, 0) + made.shape[1]
         return made
 
-    monkeypatch.setattr(import_module("hooks.sweep"), "compute", counted)  # a function has the module's name
+    monkeypatch.setattr(walk, "compute", counted)
     tokens, keep = IOI.batch()
     source = MODEL.run(*IOI.swapped().batch(), want=["blocks.0.O"])
     held = [freeze(site) for site in ("blocks.0.delta_ffn", *all_between(1, 3))]

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.mathtext import MathTextParser
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch, PathPatch
 
 from experiments import frames, plots
 from experiments.diagram import block_diagram, layout
@@ -67,8 +67,13 @@ def words(ax: Axes) -> str:
 
 def struck(ax: Axes, hatch: str) -> set[tuple[int, int]]:
     """Column and row of the cells that are hatched so."""
-    marks = [p for p in ax.patches if isinstance(p, Rectangle) and p.get_hatch() == hatch]
-    return {(round(p.get_x() + 0.5), round(p.get_y() + 0.5)) for p in marks}
+    marks = [p for p in ax.patches if isinstance(p, PathPatch) and p.get_hatch() == hatch]
+    runs = [run for mark in marks for run in mark.get_path().vertices.reshape(-1, 5, 2)]  # corners, round and closed
+    return {
+        (round(column), round(run[0, 1] + 0.5))
+        for run in runs
+        for column in np.arange(run[:, 0].min(), run[:, 0].max()) + 0.5
+    }
 
 
 # ---------------------------------------------------------------- heat maps

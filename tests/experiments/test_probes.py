@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from experiments.labels import BadProbe, Lesson, lesson, shuffled, truth
 from experiments.probes import direction, probes
 from experiments.prompts import Prompts
 from experiments.readout import STRENGTHS, Fits, How
+from experiments.stats import BadSample
 from experiments.tables import probe_tables
 from experiments.vectors import count_tokens, find_places, read, readable
 from hooks import HookedModel, add
@@ -114,6 +116,68 @@ def test_the_best_cell_is_scored_on_groups_set_aside(sweep: pd.DataFrame) -> Non
     assert row["n"] == 12
     best = main.loc[main["value"].astype(float).idxmax()]
     assert (row["block"], row["tensor"], row["role"]) == (best["block"], best["tensor"], best["role"])
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_groups_set_aside_have_no_part_in_choosing(
+    chooses: bool, model: HookedModel, continent: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their labels turned to wrong ones, all cells have the same value and the same one is the best; it alone is
+    then read wrong. The control: with those of a fold that chooses turned, all is otherwise."""
+
+    def turned(*args: Any, **kwargs: Any) -> Lesson:
+        made = lesson(*args, **kwargs)
+        rows = made.fold == (0 if chooses else -1)
+        targets = np.where(rows[:, None, None], np.roll(made.targets, 1, axis=-1), made.targets)
+        return Lesson(targets, made.fold, made.teaches)
+
+    options: dict[str, Any] = {"tensors": ["x_mid", "O"], "at": ["subject"], "probe": "means", "controls": []}
+    honest = probes(model, continent, "answer", **options)
+    monkeypatch.setattr("experiments.probes.lesson", turned)
+    df = probes(model, continent, "answer", **options)
+    if chooses:
+        assert (at(df, tensor="x_mid")["value"] < at(honest, tensor="x_mid")["value"] - 0.2).all()
+        return
+    pd.testing.assert_frame_equal(at(df), at(honest))
+    ((before,), (after,)) = (at(one, group="held out").to_dict("records") for one in (honest, df))
+    assert [before[name] == after[name] for name in ("block", "tensor")] == [True, True]
+    assert (before["value"], after["value"]) == (pytest.approx(1, abs=0.1), pytest.approx(0, abs=0.1))
+
+
+def test_the_time_of_a_sweep_is_its_probes(
+    model: HookedModel, continent: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors are read in one pass, which is hardly anything beside fitting even the quickest probe to each."""
+    spent = []
+
+    def timed(*args: Any) -> Any:
+        start = time.process_time()
+        made = read(*args)
+        spent.append(time.process_time() - start)
+        return made
+
+    monkeypatch.setattr("experiments.probes.read", timed)
+    start = time.process_time()
+    df = probes(model, continent, "answer", blocks=[0, 3], at=["subject"], probe="means", controls=[])
+    assert len(at(df)) > 70
+    assert len(spent) == 1
+    assert spent[0] < 0.2 * (time.process_time() - start)
+
+
+def test_a_wide_tensor_fits_noise_no_better_than_a_narrow_one(model: HookedModel) -> None:
+    """Of both a probe sees as many components. Without, it would have room for any labels in the wide one."""
+    labels = ["a", "b"] * 60
+    taught = a_lesson(labels, [str(i) for i in range(120)], model)
+    rows = taught.teaches
+
+    def learnt(width: int, of: int) -> float:
+        """How often its own training rows are read right, by the weakest regularisation."""
+        scores = Fits(noise(120, of), taught, How("ridge", width, 0)).fit().scores(noise(120, of)[rows])[-1][:, 0]
+        return float((scores.argmax(-1) == taught.targets[rows, 0].argmax(-1)).mean())
+
+    narrow, wide, whole = learnt(8, 8), learnt(8, 400), learnt(90, 400)
+    assert abs(wide - narrow) < 0.12
+    assert whole > 0.95 > wide + 0.15
 
 
 def test_a_direction_carries_over_to_another_wording_where_the_answer_is_made(sweep: pd.DataFrame) -> None:
@@ -327,7 +391,7 @@ A, ONE = {"tensors": ["x_next"], "blocks": [1], "controls": []}, {"tensors": ["h
         ("answer", A | {"width": 0}, OutOfRange, "width=0: 1 to 38"),
         ("answer", A | {"draws": 0}, OutOfRange, "draws=0"),
         ("answer", A | {"at": ["relation"]}, BadEdit, "no span 'relation'; it has END, subject"),
-        ("answer", A | {"at": [6]}, OutOfRange, "6 does not exist"),
+        ("answer", A | {"at": ["END", 2]}, BadSample, "continent: the prompts are of 4 shapes"),
         ("answer", A | {"at": [-1]}, OutOfRange, "the span 'END'"),
         ("answer", A | {"at": "END"}, BadProbe, "a list of spans"),
         ("answer", A | {"at": [[1, 2]]}, BadProbe, "a list of spans"),
@@ -363,6 +427,22 @@ def test_a_span_of_several_tokens(model: HookedModel) -> None:
     places = find_places([some], None)
     assert list(places.columns) == [{"role": "two[-1]"}, {"role": "END"}]
     assert places.tokens[0].tolist() == [[3, 6]] * 2
+
+
+def test_positions_are_read_of_prompts_of_one_shape(model: HookedModel, continent: Prompts) -> None:
+    """There a position is a role; over several shapes it would be other words in each, as a test set may have them."""
+    alike = continent.subset(next(iter(continent.shapes().values())))
+    (where,) = {prompt.spans["subject"][0] for prompt in alike.rows}
+    options: dict[str, Any] = {"tensors": ["x_mid"], "blocks": [1], "width": 4, "probe": "means", "controls": []}
+    by_position = probes(model, alike, "answer", at=[where], **options)
+    by_role = probes(model, alike, "answer", at=["subject"], **options)
+    assert at(by_position, pos=where)["value"].tolist() == at(by_role, role="subject")["value"].tolist()
+    assert [name for name, _ in probe_plots.pictures(by_position)] == [f"continent_{where}"]
+    plt.close("all")
+    with pytest.raises(OutOfRange, match="99 does not exist"):
+        probes(model, alike, "answer", at=[99], **options)
+    with pytest.raises(BadSample, match="capital: the prompts are of 5 shapes"):
+        probes(model, alike, "answer", at=[where], test=load(model, "capital"), test_labels=["Asia"] * 76, **options)
 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
@@ -532,7 +612,8 @@ def ask(**options: Any) -> Callable[[HookedModel, Prompts], Any]:
         (ask(to=None), BadProbe, "the classes are Africa, America, Asia, Europe"),
         (ask(to="Mars"), BadProbe, "to='Mars'"),
         (ask(labels=lambda row: float(len(row.clean))), BadProbe, "labels are numbers; leave it out"),
-        (ask(at=0), BadProbe, "nothing differs"),
+        (ask(at=2), BadSample, "of 4 shapes, in which one position is different words"),
+        (lambda model, some: ask(at=0, width=4)(model, some.subset(range(19))), BadProbe, "nothing differs"),
         (ask(tensor="h_e"), UnknownDim, "name one by e="),
         (lambda model, some: ask()(model, some).read(torch.zeros(2, 3)), ShapeMismatch, "ends in"),
         (
@@ -606,12 +687,12 @@ def test_pictures_that_cannot_be(sweep: pd.DataFrame) -> None:
 
 
 def test_the_command(tmp_path: Any) -> None:
-    asked = "probe --task capital --label continent --tensor x_mid --block 1 --at subject --at 2 --probe means"
+    asked = "probe --task capital --label continent --tensor x_mid --block 1 --at subject --at END --probe means"
     done = CliRunner().invoke(cli.app, [*asked.split(), "--control", "tokens", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "answer of continent, accuracy of means probes: capital, n = 64" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "capital_2.png",
+        "capital_END.png",
         "capital_subject.png",
         "probes.csv",
         "probes.parquet",

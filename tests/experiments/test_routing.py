@@ -22,9 +22,10 @@ from experiments.pictures import load_maps
 from experiments.routing import coactivation, entropy_bits, moe_blocks, routing, split
 from experiments.tables import routing_tables
 from hooks import Edit, HookedModel, add, exclude, force, freeze, patch, zero
-from probe import random_weights
+from probe import InMemory, random_weights
 from probe.errors import BadEdit, OutOfRange
 from tests.oracle import Oracle, config
+from training.language import COUNTRIES, NAMES, OBJECTS, PLACES
 
 TINY = HookedModel.load()
 assert TINY.tokenizer is not None
@@ -273,6 +274,63 @@ def test_the_first_router_goes_by_the_token_and_no_more(tasks: pd.DataFrame) -> 
     beyond = rows(lists, "load_given_token", 1)["effect"].abs().sum()
     assert off_even > 1.5
     assert beyond < 0.35 * off_even
+
+
+KINDS = {"names": NAMES, "countries": [country for country, *_ in COUNTRIES], "places": PLACES, "objects": OBJECTS}
+
+
+def apart(model: HookedModel) -> float:
+    """How many experts of block 1, of k, two words of a kind have in common, less two of different kinds: means over
+    the words of four kinds as they stand in the shipped prompts."""
+    assert TINY.tokenizer is not None
+    chose: dict[int, list[torch.Tensor]] = {}
+    for task in ("ioi", "capital", "job"):
+        prompts = Prompts.load(task, TINY.tokenizer)
+        experts = model.run(*prompts.batch(), want="blocks.1.experts")["experts", 1]
+        for row, found in zip(prompts.rows, experts, strict=True):
+            for token, chosen in zip(row.tokens, found, strict=False):
+                chose.setdefault(token, []).append(torch.nn.functional.one_hot(chosen, model.dims.e).sum(0).double())
+    ids = {kind: [TINY.tokenizer.id(word) for word in words] for kind, words in KINDS.items()}
+    shares = {
+        kind: torch.stack([torch.stack(chose[i]).mean(0) for i in some if i in chose]) for kind, some in ids.items()
+    }
+    assert min(map(len, shares.values())) >= 10
+    same = []
+    for share in shares.values():
+        pairs = share @ share.T
+        same.append(float((pairs.sum() - pairs.trace()) / (len(share) * (len(share) - 1))))
+    other = [float((a @ b.T).mean()) for a, b in combinations(shares.values(), 2)]
+    return (float(np.mean(same)) - float(np.mean(other))) / model.dims.k
+
+
+def test_words_of_a_kind_go_to_experts_of_their_own() -> None:
+    """With random weights they don't, whatever the seed."""
+    assert apart(TINY) > 0.35
+    for seed in (0, 1, 2):
+        assert abs(apart(HookedModel(random_weights(TINY.dims, seed), TINY.tokenizer))) < 0.1
+
+
+def test_an_expert_that_writes_far_more_than_others_is_told() -> None:
+    """A planted outlier: its down-projection tenfold. Who chooses it, and by what gate, is as before; what it adds is
+    ten times as much, and what others of its block add is the same."""
+    weights, before = (
+        MODEL.decoder.weights,
+        routing(MODEL, PROMPTS, blocks=[2]).set_index(["metric", "expert"])["value"],
+    )
+    assert isinstance(weights, InMemory)
+    added = before["contribution"].dropna()
+    assert added.max() < 4 * added.median(), "no outlier yet"
+    e = int((added - added.median()).abs().idxmin())
+    tenfold = weights.read(2, "W_2_e").clone()
+    tenfold[e] *= 10
+    planted = HookedModel(InMemory(MODEL.dims, {**weights.tensors, (2, "W_2_e"): tenfold}), TINY.tokenizer)
+    after = routing(planted, PROMPTS, blocks=[2]).set_index(["metric", "expert"])["value"]
+    for metric in ("load", "gate"):
+        pd.testing.assert_series_equal(after[metric], before[metric])
+    times = (after["contribution"] / before["contribution"]).dropna().astype(float)
+    assert times[e] == pytest.approx(10, rel=1e-4)
+    assert times.drop(e).to_numpy() == pytest.approx(1, rel=1e-5)
+    assert after["contribution"].dropna().idxmax() == e
 
 
 def test_the_last_router_hears_the_context(tasks: pd.DataFrame) -> None:

@@ -603,6 +603,27 @@ def test_units_that_measure_the_same_are_refused_when_joined(tmp_path: Path) -> 
         run(asked, tmp_path / "run")
 
 
+def test_what_units_say_beside_their_rows_is_kept_by_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of one unit must not pass for counts of all."""
+
+    def says(model: HookedModel, prompts: Prompts, *, block: int = 0, name: str | None = None) -> pd.DataFrame:
+        df = toy(model, prompts, block=block, name=name)
+        df.attrs |= {"unmatched": block, "left_out": {"experts": f"no {block}"}}
+        return df
+
+    monkeypatch.setitem(STUDIES, "toy", Study(says, lambda df, arguments: iter(())))
+    whole = run(described(3), tmp_path / "several")
+    assert whole is not None
+    assert whole.attrs.keys() == {"schema", "units"}
+    assert whole.attrs["units"] == {
+        f"block={i}": {"unmatched": i, "left_out": {"experts": f"no {i}"}} for i in range(3)
+    }
+    assert run(described(3), tmp_path / "several").attrs == whole.attrs  # type: ignore[union-attr]  # read back
+    lone = run(parse({"study": "toy", "prompts": "capital", "block": 2}, "toy"), tmp_path / "lone")
+    assert lone is not None
+    assert lone.attrs == {"schema": frames.VERSION, "unmatched": 2, "left_out": {"experts": "no 2"}}
+
+
 def test_a_damaged_unit_is_named_and_can_be_done_anew(tmp_path: Path) -> None:
     asked = described(2)
     assert run(asked, tmp_path, shard=(1, 2)) is None
@@ -644,6 +665,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = CliRunner().invoke(app, ["run", "mine.toml", "--shard", "2/2"])
     assert second.stdout.splitlines()[0] == "3 of 3 units are finished, and joined"
     assert Path("runs/mine/frame.parquet").exists()
+    assert "/runs/" in (Path(__file__).parents[2] / ".gitignore").read_text().splitlines(), "results are nobody's code"
     for bad in ("2", "a/b", "1/2/3", "-1/2", ""):
         assert CliRunner().invoke(app, ["run", "mine.toml", "--shard", bad]).exit_code == 2
     wrong = CliRunner().invoke(app, ["run", "mine.toml", "--shard", "3/2"])

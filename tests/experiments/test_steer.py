@@ -488,6 +488,23 @@ def test_a_tokens_direction_raises_its_logit_by_what_it_says() -> None:
         assert of(df, "log_probability:Paris").loc[alpha, "value"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "vector", "dim", "number"), [("O", ramp(32), "h", 1), ("delta_experts", ramp(128), "e", EXPERT)]
+)
+def test_a_head_or_expert_counted_from_the_end_has_its_number(
+    tensor: str, vector: Tensor, dim: str, number: int
+) -> None:
+    """As edits allow it; but no frame says of a head that it is the one before the first."""
+    how: dict[str, Any] = {"tensor": tensor, "block": 2, "metrics": [ARE], **QUICK}
+    size = MODEL.dims.size(dim)
+    df = steer(MODEL, FEW, vector, **{dim: number - size}, **how)
+    assert set(df[{"h": "head", "e": "expert"}[dim]]) == {number}
+    pd.testing.assert_frame_equal(df, steer(MODEL, FEW, vector, **{dim: number}, **how))
+    for outside in (size, -size - 1):
+        with pytest.raises(OutOfRange, match=f"{outside} does not exist"):
+            steer(MODEL, FEW, vector, **{dim: outside}, **how)
+
+
 # ---- what can't be ---------------------------------------------------------------------------------------------------
 
 
@@ -549,6 +566,8 @@ def test_a_probes_direction_keeps_its_place() -> None:
         steer(MODEL, FEW, found, tensor="x_next", block=2, metrics=[ARE], **QUICK)
     with pytest.raises(BadEdit, match="say what is steered"):
         steer(MODEL, FEW, found, block=2, metrics=[ARE], **QUICK)
+    with pytest.raises(BadSample, match="reference/agreement: the prompts are of 3 shapes"):
+        steer(MODEL, ALIKE, "means:answer=are", tensor="x_next", block=1, at=2, **QUICK)  # learnt where the noun is not
     bare = Prompts.of([{"clean": "The dog is"}], WORDS, name="bare")
     with pytest.raises(BadEdit, match="bare: it has no reference prompts to learn"):
         steer(MODEL, bare, "means:answer=are", tensor="x_next", block=2, **QUICK)

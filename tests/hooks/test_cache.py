@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from hooks import Cache, Site, zero
+from hooks import Cache, HookedModel, Site, edit, patch, zero
 from probe import ProbeError
-from tests.hooks.small import DENSE, DIMS, MODEL, MOE, TOKENS, B, T, everything
+from tests.hooks.small import DENSE, DIMS, MODEL, MOE, ORACLE, TOKENS, B, T, everything
 
 C_KV = Site(MOE, "c_KV")
 SPELLINGS = ["blocks.1.c_KV", "blocks.1.hook_c_KV", "blocks.1.c^KV", "blocks.1.c^{KV}", C_KV, ("c_KV", 1), ("c^KV", 1)]
@@ -123,12 +124,103 @@ def test_a_cached_value_is_its_own_copy() -> None:
     assert torch.equal(cache["Q_C", 1], before)
 
 
+X_N = everything()["x_n", MOE]
+WAYS: dict[str, Callable[[], tuple[Cache, list[torch.Tensor]]]] = {
+    "logits and cache": lambda: (lambda made: (made[1], [made[0]]))(MODEL.run_with_cache(TOKENS)),
+    "a run": lambda: (everything().cache, []),
+    "reshaped alone": lambda: (MODEL.run(TOKENS, want=["*.Q_C", "*.V"]).cache, []),
+    "some positions": lambda: (MODEL.run(TOKENS, want=None, pos=[0, 2]).cache, []),
+    "in another dtype": lambda: (MODEL.run(TOKENS, want=None, dtype=torch.float64).cache, []),
+    "an edited run": lambda: (everything(edits=zero("O", MOE)).cache, []),
+    "from a base": lambda: (lambda base: (everything(base=base).cache, list(base.cache.values())))(everything()),
+    "edited from a base": lambda: (
+        lambda base: (everything(base=base, edits=zero("O", MOE)).cache, list(base.cache.values()))
+    )(everything()),
+    "patched": lambda: (
+        lambda source: (everything(edits=patch("q_C", MOE, source=source)).cache, list(source.cache.values()))
+    )(everything()),
+    "a block alone": lambda: (MODEL.run_block(MOE, X_N, want=None).cache, [X_N]),
+}
+"""Ways to a cache, and tensors that are somebody else's."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_cached_tensor_has_a_storage_of_its_own(way: str) -> None:
+    cache, others = WAYS[way]()
+    places = [value.untyped_storage().data_ptr() for value in (*cache.values(), *others)]
+    assert len(set(places)) == len(places) > len(others)
+    assert not set(places) & {weight.untyped_storage().data_ptr() for weight in ORACLE.weights().tensors.values()}
+    for site, value in cache.items():
+        assert value.untyped_storage().nbytes() == value.nbytes, f"{site} pins more than itself"
+        assert value.is_contiguous(), site
+
+
+def test_of_a_plain_run_only_what_others_hold_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of what is cached too, an O that lies head by head, and the logits that the caller gets."""
+    copied: set[str] = set()
+    keep = Cache.keep
+
+    def counted(cache: Cache, site: Site, value: torch.Tensor, made: bool = False) -> None:
+        keep(cache, site, value, made)
+        if cache[site].data_ptr() != value.data_ptr():
+            copied.add(site.tensor)
+
+    monkeypatch.setattr(Cache, "keep", counted)
+    MODEL.run_with_cache(TOKENS)
+    assert copied == {"x_n", "Q_C", "Q_pe", "K_C", "V", "O", "logits"}
+    copied.clear()
+    MODEL.run(TOKENS, want=None)
+    assert copied == {"x_n", "Q_C", "Q_pe", "K_C", "V", "O"}
+
+
+@pytest.mark.parametrize(
+    ("hooked", "above"), [(Site(MOE, "Q_C"), Site(MOE, "q_C")), (Site(MOE, "x_n"), Site(DENSE, "x_next"))], ids=str
+)
+def test_who_writes_into_a_live_value_leaves_what_was_cached_before(hooked: Site, above: Site) -> None:
+    """A hook of torch's own gets no copy, and these share a storage where they are made."""
+    handle = MODEL.get_submodule(hooked.hook).register_forward_hook(lambda module, args, out: out.zero_())
+    try:
+        caches = [MODEL.run_with_cache(TOKENS)[1], everything().cache]
+    finally:
+        handle.remove()
+    for cache in caches:
+        assert not cache[hooked].any()
+        assert torch.equal(cache[above], everything()[above])
+
+
+def test_a_cache_that_is_written_into_leaves_the_logits_and_their_graph() -> None:
+    weights = ORACLE.weights()
+    W = weights.tensors[MOE, "W_O"].requires_grad_()
+    model, found = HookedModel(weights), []
+    for write in (False, True):
+        logits, cache = model.run_with_cache(TOKENS)
+        before = logits.detach().clone()
+        for value in cache.values() if write else ():
+            value.zero_()
+        assert torch.equal(logits, before)
+        found += torch.autograd.grad(logits.pow(2).sum(), W)
+    assert torch.equal(*found)
+
+
+def test_what_is_cached_in_inference_mode_is_like_any_other() -> None:
+    with torch.inference_mode():
+        caches = [MODEL.run_with_cache(TOKENS)[1], everything().cache]
+    assert not any(value.is_inference() for cache in caches for value in cache.values())
+
+
 def test_what_a_hook_returned_can_be_changed_afterwards() -> None:
     mine = torch.ones(B, T, DIMS.r_kv)
     with MODEL.hooks(fwd_hooks=[(C_KV, lambda value, hook: mine)]):
         _, cache = MODEL.run_with_cache(TOKENS, names_filter=C_KV)
     mine.zero_()
     assert bool((cache[C_KV] == 1).all())
+
+
+def test_what_an_edit_returned_can_be_changed_afterwards() -> None:
+    mine = torch.ones(B, T, DIMS.r_kv)
+    run = everything(edits=edit("c_KV", lambda value: mine, block=MOE))
+    mine.zero_()
+    assert bool((run[C_KV] == 1).all())
 
 
 def test_the_cache_shows_what_descendants_saw() -> None:

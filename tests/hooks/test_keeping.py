@@ -18,7 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hooks import Cache, HookedModel, Site, estimate, patch, reduce, resample, zero
 from probe import TINY, ProbeError, numerics
 from probe.errors import BadCheckpoint, BadEdit, OutOfRange, ShapeMismatch, TooLarge, UnknownTensor
-from tests.hooks.small import DIMS, LENGTHS, MODEL, ORACLE, REFERENCE, SIDES, TOKENS, B, T, close, padded, ragged
+from tests.hooks.small import (
+    DIMS,
+    LENGTHS,
+    MODEL,
+    ORACLE,
+    REFERENCE,
+    SIDES,
+    TOKENS,
+    B,
+    T,
+    close,
+    padded,
+    ragged,
+    real_part,
+)
 
 ALL = list(MODEL.sites)
 SPANS = [{"one": [0, 1], "two": [2]}, {"one": [1, 2], "two": [3]}, {"one": [0, 3], "two": [1]}]
@@ -664,6 +678,27 @@ def test_gradients_are_slopes_at_every_tensor() -> None:
                 ends.append(float(score(model(TOKENS))))
         assert ends[0] - ends[1] == pytest.approx(2 * float(step.double().norm() * length), rel=0.05), site
     assert set(flat) == {"choice_score"}  # read by the choice alone
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_gradients_of_padded_rows_are_each_rows_alone_and_pads_have_none(side: str) -> None:
+    tokens, keep = padded(ragged(), side)
+    firsts = [T - length if side == "left" else 0 for length in LENGTHS]
+    ends = [first + length - 1 for first, length in zip(firsts, LENGTHS, strict=True)]
+
+    def at_ends(logits: Tensor) -> Tensor:
+        return (logits[range(B), ends, 3] - logits[range(B), ends, 5]).sum()
+
+    _, cache = MODEL.run_with_cache(tokens, keep, grads=at_ends)
+    for b, row in enumerate(ragged()):
+        _, alone = MODEL.run_with_cache(row[None], grads=score)
+        for site, gradient in alone.gradients.items():
+            close(real_part(cache.gradients[site], site, b, firsts[b], LENGTHS[b]), gradient[0])
+    for site, gradient in cache.gradients.items():
+        if site.tensor == "A":  # what a query would read of a hidden key is a number, and times 0
+            gradient = gradient * cache[site]
+        for axis in (i for i, dim in enumerate(MODEL.sites.node(site).shape) if dim in ("T", "S")):
+            assert not gradient.movedim(axis, 1)[~keep].any(), site
 
 
 def test_what_has_no_gradient_is_named() -> None:

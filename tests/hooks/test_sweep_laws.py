@@ -1,4 +1,4 @@
-"""What a sweep must not do: cost where nothing changes, move what it can't reach, leave traces, read twice, fail late."""
+"""What a sweep must not do: cost where nothing changes, move what it can't reach, leave traces, fail late."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ from hooks import (
     set_to,
     splice,
     sweep,
+    walk,
     zero,
 )
 from hooks.edits import PER_SLOT
 from probe import TINY, Dims, ProbeError, load, random_weights
+from probe.engine import compute
 from probe.errors import BadEdit, BadText, OutOfRange, ShapeMismatch, UnknownDim, UnknownTensor
 from probe.weights import weight_sites
 from tests.hooks.small import close
@@ -136,6 +138,31 @@ def test_where_source_and_base_are_one_there_is_nothing_to_compute() -> None:
     cells = [Cell((patch("x_n", 1, source=live, T=pos),)) for pos in range(5)]
     _, outcomes = swept(MODEL, Ask(base(), cells, [live]))
     assert [outcome.worlds for outcome in outcomes] == [0, 0, 0, 2, 2]
+
+
+@both
+def test_a_source_stops_after_what_is_taken_from_it(kind: str) -> None:
+    """Alone, each tensor is all that is taken: what it is made of is there, and what is made of it isn't."""
+    model = MODELS[kind]
+    for site in (site for site in model.sites if site.tensor not in ("experts", "delta_heads")):
+        live, other = base(), Live(OTHER, KEEP, edits=[scale("x_n", 0, factor=0.5, T=2)])
+        agree(model, Ask(live, [Cell((patch(str(site), source=other),))], [other]))
+
+
+def test_what_nobody_takes_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Counter[str] = Counter()
+
+    def counted(row: Any, args: Any, *others: Any) -> Tensor:
+        value = compute(row, args, *others)
+        made[row.name] += value.shape[1]
+        return value
+
+    monkeypatch.setattr(walk, "compute", counted)
+    other = Live(OTHER)
+    swept(MODEL, Ask(Live(TOKENS), [Cell((patch("h", 0, source=other, T=6),))], [other], ["blocks.0.x_next"]))
+    rows, cell = TOKENS.numel(), len(TOKENS)  # of the base, of a source of which nothing is shared; of the cell
+    assert made["h"] == rows + rows
+    assert made["delta_ffn"] == made["x_next"] == rows + cell
 
 
 # ---- what moves, and what can't --------------------------------------------------------------------------------------

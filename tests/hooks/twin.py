@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hooks import Cell, Edit, HookedModel, Live, Outcome, Run, Site, sweep
 from hooks.apply import first_edited
-from hooks.cells import Read
+from hooks.cells import BUDGET, Read
 from hooks.edits import Freeze, Function, Noise, Patch
 from hooks.stream import fitted
-from hooks.sweep import BUDGET
 from probe.errors import Unmatched
 
 LOGITS = Site(None, "logits")

@@ -346,7 +346,7 @@ def test_the_peak_of_loading_is_the_model_and_a_tensor(tmp_path: Path) -> None:
         run = subprocess.run(
             [sys.executable, "-c", PEAK, str(tmp_path), keep], capture_output=True, text=True, check=True
         )
-        assert int(run.stdout) < said[keep].held + 12e6, "a leaf of all experts is 38 MB"
+        assert int(run.stdout) < said[keep].held + 18e6, "a leaf of all experts is 38 MB, scratch 3"
         assert int(run.stdout) > 0.9 * said[keep].held
 
 

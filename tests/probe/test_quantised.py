@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from probe import quantised
 from probe.errors import BadCheckpoint, ShapeMismatch
 from probe.quantised import (
     BLOCK,
@@ -170,6 +171,22 @@ def test_a_nan_is_refused_and_named(code: int, place: tuple[int, int]) -> None:
         dequantise_fp8(fp8(codes), random_scales((2, 2)))
 
 
+def test_a_nan_is_refused_beside_a_scale_that_takes_the_plain_way() -> None:
+    with pytest.raises(BadCheckpoint, match="row 1, column 2 is NaN"):
+        dequantise_fp8(fp8(torch.tensor([[0, 1, 2], [3, 4, 0xFF]])), torch.tensor([[2.0**120]]))
+
+
+def test_fp8_in_a_process_that_flushes_subnormal_numbers() -> None:
+    """As some libraries leave it: neither a stored number nor a product of usual size may pass through one."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU flushes nothing")
+    try:
+        read = dequantise_fp8(fp8(torch.tensor(CODES)[None]), torch.tensor([[3.1e-4, 3.1e-4]]))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(bits(read), loop_fp8(torch.tensor(CODES)[None], torch.tensor([[3.1e-4, 3.1e-4]])))
+
+
 def test_quantised_fp8_equals_the_loop() -> None:
     """Of a block: the largest magnitude / 448, then each number's nearest code, an even one of two."""
     weight = torch.randn(140, 131) * torch.tensor([1e-6, 1.0, 1e3])[torch.arange(131) % 3]
@@ -260,6 +277,18 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "int4": partial(dequantise_int4, *INT4, (130, 96)),
 }
 MADE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"fp8": quantise_fp8, "int4": quantise_int4}
+
+
+def test_stripes_of_seven_rows_the_last_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "_STRIPE", 7 * 96 + 5)
+    codes, scale = FP8[0].view(torch.uint8), FP8[1]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(bits(WAYS["fp8"](dtype=dtype).to(torch.bfloat16)), loop_fp8(codes, scale))
+        assert torch.equal(bits(WAYS["int4"](dtype=dtype).to(torch.bfloat16)), loop_int4(*INT4))
+    broken = codes.clone()
+    broken[127, 3] = 0xFF
+    with pytest.raises(BadCheckpoint, match="row 127, column 3 is NaN"):
+        dequantise_fp8(fp8(broken), scale)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,0 +1,429 @@
+"""The walk of a sweep: part by part (embedding, blocks, head), step by step, for the rows of all streams at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooks.attend import Packed, attend_worlds
+from hooks.cells import Live, Look, Outcome, Read
+from hooks.edits import SCORES, Freeze
+from hooks.flips import Flips
+from hooks.layout import Layout
+from hooks.staged import Staged
+from hooks.stream import Stream, fitted
+from probe.card import Step
+from probe.engine import Plan, compute, plan
+from probe.errors import Unmatched
+from probe.numerics import Rotation, attend, causal_mask, mix, pattern, rotation, scores
+from probe.sites import Site
+
+FEW = 512
+"""Rows up to which a stream shares its products with others."""
+
+
+class Walk(Staged):
+    """A sweep under way.
+
+    Args:
+        look: see `hooks.cells.Look`.
+        tick: called with parts done and parts in all.
+    """
+
+    def __init__(self, *args: Any, look: Look, tick: Callable[[int, int], None] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.look, self.tick = look, tick
+        self.flips = Flips(self.sites, self.base, self.ats)
+
+    def go(self) -> None:
+        """Part by part, to the last one that somebody looks at."""
+        parts = range(self.first, min(self.last, self.dims.blocks) + 1)
+        for i, part in enumerate(parts):
+            self._part(part)
+            if self.tick is not None:
+                self.tick(i + 1, len(parts))
+
+    def _part(self, part: int) -> None:
+        block = part if 0 <= part < self.dims.blocks else None
+        self.block, self.card = block, self.sites.card(block)
+        todo = self._plan(part)
+        self._needs(part)
+        self._constants()
+        held: dict[str, Tensor] | None = {} if len(self.chunks) > 1 else None
+        running = [self.base]
+        for live, stream, used in zip(self.lives[1:], self.sources, self.used, strict=True):
+            if live.read is not None or used >= part:  # a source stops where nobody takes from it any more
+                running.append(stream)
+                stream.idle = self._untaken(live, part) if live.read is None and used == part else frozenset()
+        for live, stream in zip(self.lives, self.roots, strict=True):
+            live.cache.stream, live.cache.block = stream, block
+        for i, chunk in enumerate(self.chunks or [Stream(self.base.rows, self.base, [], self.device)]):
+            members = self.members[i] if self.members else []
+            roots = running if i == 0 else []
+            chunk.useful = self._useful(chunk, members)
+            self._arrive(block, roots, chunk, members)
+            for row, drops in zip(todo.steps, todo.drops, strict=True):
+                self._step(row, roots, chunk, members, held)
+                for name in drops:
+                    if name not in ("experts", "choice_score"):
+                        chunk.drop(name)
+            self._leave(chunk)
+        for stream in running:
+            if stream.unmatched:
+                raise Unmatched(stream.unmatched[0])
+            self._leave(stream)
+
+    def _plan(self, part: int) -> Plan:
+        """The steps of this part: towards what is passed on, looked at, or edited."""
+        here = [site.tensor for site in self.looked if self.sites.depth(site) == part]
+        edited = {
+            name
+            for ats in (*self.root_ats, *self.ats)
+            for at in ats
+            if self.sites.depth(at.site) == part and not at.is_weight
+            for name in (at.site.tensor, *at.into)
+        }
+        self.explicit = bool({*here, *edited} & set(SCORES))  # which are made with O, cell by cell
+        ends = {-1: ["x_0"], self.dims.blocks: []}.get(part, ["x_next"])
+        want = ["O" if name in SCORES else name for name in here] + (ends if part < self.last else [])
+        given = {-1: ("tokens",), self.dims.blocks: ("x_L",)}.get(part, ("x_n", "R", "M"))
+        edited = {"O" if name in SCORES else name for name in edited} - {"x_n"}
+        return plan(self.card, want or ends, given, edited, exact=False)
+
+    def _needs(self, part: int) -> None:
+        """Where only what is read matters: in the head; in the last block past keys and values."""
+        B, T = self.base.batch, self.base.length
+        self.head = part >= self.dims.blocks
+        self.key_side = frozenset() if self.head else self.card.key_side
+        if part not in self.trimmed:
+            return
+        union = _mask(self.read, B, T)
+        for chunk, members in zip(self.chunks, self.members, strict=True):
+            mask = torch.cat([_mask(self.reads[i], B, T) for i in members])
+            union = union | mask.view(len(members), B, T).any(0)
+            chunk.needed = Layout(mask.to(self.device))
+        edited = {site for stream in (*self.roots, *self.chunks) for site in stream.by_site}
+        if self.head and all(self.sites.depth(site) < part for site in edited):
+            for live, stream in zip(self.lives[1:], self.sources, strict=True):
+                read = [[]] * stream.batch if live.read is None else live.read
+                mask = _mask(read, stream.batch, stream.length)
+                stream.needed = Layout(mask.to(self.device))
+                if stream.base is not None:  # what it shares with the base it reads there
+                    shared = min(T, stream.length)
+                    union[:, :shared] |= mask[:, :shared]
+            self.base.needed = Layout(union.to(self.device))
+
+    def _useful(self, chunk: Stream, members: Sequence[int]) -> dict[str, Layout]:
+        """Steps that some cells do without, as what comes of them is held at the base's value; and the others' rows."""
+        idle: dict[str, list[int]] = {}
+        for cell, i in enumerate(members):
+            here = [at for at in self.ats[i] if at.site.block == self.block]
+            held = frozenset(at.site.tensor for at in here if at.whole and isinstance(at.edit.how, Freeze))
+            for name in self._idle(held, self.wholes[i]) if held else ():
+                idle.setdefault(name, []).append(cell)
+        layouts = {}
+        for cells in set(map(tuple, idle.values())):
+            mask = torch.ones(chunk.cells, chunk.batch, chunk.length, dtype=torch.bool, device=self.device)
+            mask[list(cells)] = False
+            layouts[cells] = Layout(mask.flatten(0, 1))
+        return {name: layouts[tuple(cells)] for name, cells in idle.items()}
+
+    def _idle(self, held: frozenset[str], looked: set[Site]) -> frozenset[str]:
+        """The steps of this block from which all ways on lead to what is held; not the router's, whose flips count."""
+        shown = {site.tensor for site in (*self.want, *self.whole, *looked) if site.block == self.block}
+        return self._needless([*shown, "experts", "x_next" if self.block is not None else "logits"], held)
+
+    def _untaken(self, live: Live, part: int) -> frozenset[str]:
+        """The steps of this part that a source does without: nobody takes from them, nor from what is made of them."""
+        taken = [site.tensor for site in self.taken_from(live, self.ats) if self.sites.depth(site) == part]
+        return self._needless(["experts", *("O" if name in SCORES else name for name in taken)])
+
+    def _needless(self, wanted: Sequence[str], held: frozenset[str] = frozenset()) -> frozenset[str]:
+        """The steps of this part that nothing wanted needs, unless by way of what is held."""
+        stack, needed = [*wanted], set[str]()
+        while stack:
+            name = stack.pop()
+            if name in self.card and name not in needed:
+                needed.add(name)
+                stack += () if name in held else self.card[name].needs
+        return frozenset(self.card) - needed
+
+    def _constants(self) -> None:
+        x = self.base.own("x_n") or self.base.own("x_next") or self.base.own("x_0") or self.base.own("x_L")
+        if x is None or hasattr(self, "R"):
+            return
+        self.dt = x.value.dtype
+        longest = max(stream.length for stream in self.roots)
+        self.R = rotation(torch.arange(longest, device=self.device), self.dims, self.dt)
+
+    def _arrive(self, block: int | None, roots: Sequence[Stream], chunk: Stream, members: Sequence[int]) -> None:
+        """The residual stream comes in, and its edits act."""
+        if block is not None:
+            for stream in (*roots, chunk):
+                stream.edit(Site(block, "x_n"))
+            self._shown("x_n", roots, [(chunk, members)])
+
+    def _leave(self, stream: Stream) -> None:
+        """Only the residual stream goes on, under the next part's name for it."""
+        passed = stream.own("x_0" if self.block is None else "x_next")
+        stream.clear()
+        if passed is not None:
+            name = "x_L" if self.block == self.dims.blocks - 1 else "x_n"
+            stream.values[name, ""] = passed
+
+    def _step(
+        self, row: Step, roots: Sequence[Stream], chunk: Stream, members: Sequence[int], held: dict[str, Tensor] | None
+    ) -> None:
+        streams = [stream for stream in (*roots, chunk) if row.name not in stream.idle]
+        if row.name == "O":
+            for stream in streams[:-1]:
+                self._attend_whole(stream)
+            self._attend(chunk, members)
+        else:
+            self._make(row, streams, held)
+        trim = self.head or row.name not in self.key_side
+        site = Site(self.block, row.name)
+        for stream in streams:
+            if stream.on_weights:
+                self._edited_weights(row, stream, trim)
+            stream.edit(site, trim=trim)
+        if row.name == "experts":
+            assert self.block is not None
+            self.flips.count(chunk, members, self.block)
+        for name in (*(SCORES if row.name == "O" and self.explicit else ()), row.name):
+            self._shown(name, roots, [(chunk, members)])
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def _make(self, row: Step, streams: Sequence[Stream], held: dict[str, Tensor] | None) -> None:
+        """One step for all rows that are there; its weights are read once."""
+        there = [(stream, layout) for stream in streams if (layout := self._layout(row, stream)) is not None]
+        if not there:
+            return
+        read = self._read(row, there, held)
+        for batch in _batches(there):
+            each = [[self._arg(need, row, *one, read) for need in row.needs] for one in batch]
+            args = [
+                self._joined(need, parts, read) for need, parts in zip(row.needs, zip(*each, strict=True), strict=True)
+            ]
+            made = compute(row, args, self.card.leaves, self.model.decoder.numerics).split(
+                [len(layout) for _, layout in batch], dim=1
+            )
+            for (stream, layout), value in zip(batch, made, strict=True):
+                stream.put(row.name, value, layout)
+
+    def _joined(self, need: str, parts: Sequence[Any], read: Mapping[str, Any]) -> Any:
+        """One argument for the rows of several streams."""
+        if len(parts) == 1 or (need in read and need != "experts") or self._constant(need) is not None:
+            return parts[0]
+        if need == "R":
+            return Rotation(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+        return torch.cat([fitted(part, max((p.shape[2:] for p in parts), default=())) for part in parts], dim=1)
+
+    def _layout(self, row: Step, stream: Stream) -> Layout | None:
+        """A step has the rows that any of what it reads has; None: not one."""
+        layout: Layout | None = None
+        for need in row.needs:
+            own = stream.own(need, row.name)
+            if own is not None:
+                layout = own.layout if layout is None else stream.layouts.union(layout, own.layout)
+        if layout is not None and row.name in stream.useful:
+            layout = stream.layouts.cut(layout, stream.useful[row.name])
+        if layout is not None and stream.needed is not None and (self.head or row.name not in self.key_side):
+            layout = stream.layouts.cut(layout, stream.needed)
+        return layout if layout is not None and len(layout) else None
+
+    def _read(
+        self, row: Step, there: Sequence[tuple[Stream, Layout]], held: dict[str, Tensor] | None
+    ) -> Mapping[str, Any]:
+        """The weights of a step; of a routed one the rows that tokens chose, and ``experts`` as places among them."""
+        read: dict[str, Any] = {}
+        for need in row.needs:
+            leaf = self.card.leaves.get(need)
+            if leaf is None or leaf.kind != "weight":
+                continue
+            if leaf.routed and not self.weights.resident:
+                chosen = torch.unique(torch.cat([s.at("experts", layout).flatten() for s, layout in there]))
+                read[need] = self.weights.read(self.block, need, chosen.tolist())
+                read["experts"] = chosen
+            elif held is None or leaf.routed:
+                read[need] = self.weights.read(self.block, need)
+            else:
+                if need not in held:
+                    held[need] = self.weights.read(self.block, need)
+                read[need] = held[need]
+        return read
+
+    def _arg(self, need: str, row: Step, stream: Stream, layout: Layout, read: Mapping[str, Any]) -> Any:
+        if need in read and need != "experts":
+            return read[need]
+        constant = self._constant(need)
+        if constant is not None:
+            return constant
+        if need == "R":
+            pos = layout.places[1]
+            return Rotation(*(part[pos][None] for part in self.R))
+        value = stream.at(need, layout, row.name)
+        return torch.searchsorted(read["experts"], value) if need == "experts" and "experts" in read else value
+
+    def _constant(self, need: str) -> Any:
+        if need == "dims":
+            return self.dims
+        if need == "dt":
+            return self.dt
+        leaf = self.card.leaves.get(need)
+        return getattr(self.dims, need) if leaf is not None and leaf.kind == "constant" else None
+
+    def _edited_weights(self, row: Step, stream: Stream, trim: bool) -> None:
+        """Cells with an edited weight make the step anew with it, at every position."""
+        for need in row.needs:
+            for cell, ats in stream.by_site.get(Site(self.block, need), {}).items() if need in self.card.leaves else ():
+                if not ats[0].is_weight:
+                    continue
+                weight = self.weights.read(self.block, need)
+                for at in ats:
+                    weight = at(weight, {})
+                args: list[Any] = []
+                for name in row.needs:
+                    leaf = self.card.leaves.get(name)
+                    if name == need:
+                        args.append(weight)
+                    elif leaf is not None and leaf.kind == "weight":
+                        args.append(self.weights.read(self.block, name))
+                    elif (constant := self._constant(name)) is not None:
+                        args.append(constant)
+                    elif name == "R":
+                        args.append(Rotation(*(part[: stream.length] for part in self.R)))
+                    else:
+                        args.append(stream.grid(name, cell, row.name))
+                made = compute(row, args, self.card.leaves, self.model.decoder.numerics)
+                stream.enter(row.name, [stream.new(cell, made, stream.grid(row.name, cell))], trim=trim)
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def _attend_whole(self, stream: Stream) -> None:
+        """A root's O, on all its positions at once, as a plain run makes it."""
+        layout = self._attended(stream)
+        if layout is None:
+            return
+        O = self._square(stream, 0) if self.explicit else attend(*self._heads(stream, 0), self._hidden(stream))
+        stream.put("O", O[layout.places][None], layout)
+
+    def _heads(self, stream: Stream, cell: int) -> tuple[Tensor, Tensor, Tensor, float]:
+        Q, K, V = (stream.grid(name, cell, "O") for name in "QKV")
+        return Q, K, V, self.dims.tau
+
+    def _hidden(self, stream: Stream) -> Tensor:
+        return causal_mask(stream.rows.keep, stream.length, self.dt, self.device)
+
+    def _square(self, stream: Stream, cell: int) -> Tensor:
+        """O of a cell through S and A, which others may see and edit; [B T h v]."""
+        Q, K, V, tau = self._heads(stream, cell)
+        S = stream.through(Site(self.block, "S"), cell, scores(Q, K, tau, self._hidden(stream)))
+        A = stream.through(Site(self.block, "A"), cell, pattern(S))
+        return mix(A, V)
+
+    def _attended(self, stream: Stream) -> Layout | None:
+        """The queries that come out changed: those with a query of their own, and all that see a changed key."""
+        own = [stream.own(name) for name in "QKV"]
+        if not any(own):
+            return None
+        asked, *keys = (None if part is None else part.layout.mask for part in own)
+        mask = torch.zeros(stream.worlds, stream.length, dtype=torch.bool, device=self.device)
+        for key in keys:
+            if key is not None:
+                mask |= key.long().cummax(-1).values.bool()
+        if asked is not None:
+            mask |= asked
+        mask &= stream.real.repeat(stream.cells, 1)
+        if stream.needed is not None:
+            mask &= stream.needed.mask
+        layout = Layout(mask)
+        return layout if len(layout) else None
+
+    def _attend(self, chunk: Stream, members: Sequence[int]) -> None:
+        """The cells' O: of all together; of those that edit or show S or A one by one."""
+        layout = self._attended(chunk)
+        if layout is not None:
+            K, V = chunk.own("K"), chunk.own("V")
+            none = Layout(torch.zeros_like(layout.mask))
+            keys = [part.layout for part in (K, V) if part is not None]
+            changed = chunk.layouts.union(keys[0], keys[-1]) if keys else none
+            O = attend_worlds(
+                Packed(chunk.at("Q", layout), layout),
+                Packed(chunk.at("K", changed), changed),
+                Packed(chunk.at("V", changed), changed),
+                self.base.grid("K"),
+                self.base.grid("V"),
+                self.dims.tau,
+            )
+            chunk.put("O", O, layout)
+        if not self.explicit:
+            return
+        special = {cell for name in SCORES for cell in chunk.by_site.get(Site(self.block, name), {})}
+        shown = {Site(self.block, name) for name in SCORES}
+        special |= {c for c, i in enumerate(members) if shown & (self.whole | self.wholes[i])}
+        if layout is not None and any(chunk.of_base_at(site) for site in shown):
+            special |= set(layout.mask.view(chunk.cells, -1).any(-1).nonzero()[:, 0].tolist())
+        for cell in sorted(special):
+            O = self._square(chunk, cell)
+            chunk.enter("O", [chunk.new(cell, O, chunk.grid("O", cell))], trim=True)
+
+    # ---- what comes of it ----------------------------------------------------------------------------------------
+
+    def _shown(self, name: str, roots: Sequence[Stream], chunks: Sequence[tuple[Stream, Sequence[int]]]) -> None:
+        """Show a value to whoever asked for it."""
+        site = Site(self.block, name)
+        if site not in self.looked:
+            return
+        for stream in roots:
+            live = self.lives[self.roots.index(stream)]
+            read = self.read if live is self.lives[0] else live.read
+            if read is None:
+                continue
+            if site in self.whole | (set().union(*self.wholes) if live is self.lives[0] else set()):
+                self.look(live, site, stream.grid(name, 0, stream.shown_to(site, 0)))
+            elif site in self.want:
+                self.look(live, site, self._at_reads(stream, site, 0, read))
+        for chunk, members in chunks:
+            for cell, i in enumerate(members):
+                if cell in chunk.unmatched:
+                    continue
+                if site in self.whole or site in self.wholes[i]:
+                    self.look(self.cells[i], site, chunk.grid(name, cell, chunk.shown_to(site, cell)))
+                elif site in self.want:
+                    self.look(self.cells[i], site, self._at_reads(chunk, site, cell, self.reads[i]))
+
+    def _at_reads(self, stream: Stream, site: Site, cell: int, read: Read) -> Tensor:
+        """[B R ·]: a cell's value at the positions read, shorter rows padded with their last."""
+        widest = max(map(len, read))
+        pos = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in read], device=self.device)
+        world = (cell * stream.batch + torch.arange(stream.batch, device=self.device))[:, None].expand_as(pos)
+        picked = stream.pick(site.tensor, world.flatten(), pos.flatten(), stream.shown_to(site, cell))
+        return picked.view(*pos.shape, *picked.shape[2:])
+
+    def outcomes(self) -> list[Outcome]:
+        """What each cell came to."""
+        made: dict[int, Outcome] = {}
+        for chunk, members in zip(self.chunks, self.members, strict=True):
+            met = chunk.met.view(len(members), -1).sum(-1).tolist()
+            for cell, i in enumerate(members):
+                touched = sum(at.touched for at in self.ats[i])
+                made[i] = Outcome(touched, met[cell], *self.flips.of(i), chunk.unmatched.get(cell))
+        return [made[i] for i in range(len(self.cells))]
+
+
+def _batches(there: Sequence[tuple[Stream, Layout]]) -> list[list[tuple[Stream, Layout]]]:
+    """Streams whose rows go into one product: few rows alone are slow, and many are not worth the copy."""
+    few = [one for one in there if len(one[1]) <= FEW]
+    return ([few] if few else []) + [[one] for one in there if len(one[1]) > FEW]
+
+
+def _mask(read: Read, batch: int, length: int) -> Tensor:
+    mask = torch.zeros(batch, length, dtype=torch.bool)
+    for b, places in enumerate(read):
+        mask[b, list(places)] = True
+    return mask
