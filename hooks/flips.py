@@ -22,6 +22,8 @@ class Flips:
     def __init__(self, sites: Sites, base: Stream, ats: Sequence[Sequence[At]]) -> None:
         self.sites, self.base, self.ats = sites, base, ats
         self.changed, self.all = torch.zeros(len(ats), dtype=torch.long), [0] * len(ats)
+        depths = [[sites.depth(at.site) for at in some] for some in ats]
+        self.first, self.last = ([of(some, default=-1) for some in depths] for of in (min, max))
         self._past: dict[int, tuple[Tensor, int]] = {}
 
     def of(self, i: int) -> tuple[float | None, int]:
@@ -33,6 +35,8 @@ class Flips:
         """Count those of one block, whose experts are chosen."""
         B, needed = self.base.batch, None if chunk.needed is None else chunk.needed.mask.cpu()
         for cell, i in enumerate(members):
+            if block < self.first[i]:
+                continue
             reached, count = self._reached(i, block)
             if needed is not None and count:
                 count = int((reached & needed[cell * B : (cell + 1) * B]).sum())
@@ -50,13 +54,10 @@ class Flips:
     def _reached(self, i: int, block: int) -> tuple[Tensor, int]:
         """[B T]: where a cell can change what a block's router chooses, and how many places these are; the same for
         all blocks past its edits."""
-        depths = [self.sites.depth(at.site) for at in self.ats[i]]
-        past = block > max(depths, default=-1)
+        past = block > self.last[i]
         if past and i in self._past:
             return self._past[i]
         reached = torch.zeros(self.base.batch, self.base.length, dtype=torch.bool)
-        if block < min(depths, default=0):
-            return reached, 0
         for at in self.ats[i]:
             reached |= at.reach(block, self.base.rows)
         found = reached, int(reached.sum())

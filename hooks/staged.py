@@ -3,6 +3,7 @@ is shown of it, and which cells go together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ from probe.card import Card
 from probe.engine import plan
 from probe.errors import BadEdit, OutOfRange
 from probe.sites import Site
+from probe.weights import weight_shape
 
 if TYPE_CHECKING:
     from hooks.model import HookedModel
 
 NEAR = 1 << 28
-"""Bytes of rows beyond which a CPU loses more by fetching them, and by fresh memory, than larger products save."""
+"""Bytes of rows beyond which a CPU loses more by fetching them, and by fresh memory, than larger products save; unless
+a block's weights, which every batch reads, are more than that."""
 
 
 class Staged:
@@ -189,7 +192,8 @@ class Staged:
         """
         each = self.bytes_per_row()
         if self.device.type == "cpu" and self.weights.resident:
-            budget = min(budget, NEAR)
+            weights = max(_bytes(card, self.dims, self.starts[0]) for card in self.sites.cards)
+            budget = min(budget, max(NEAR, weights))
         self.sizes = sizes = [self._most(i, some) for i, some in enumerate(ats)]
         rows = [int(after(some, self.base).sum()) for some in ats]
         members: list[list[int]] = []
@@ -242,9 +246,19 @@ def _named(at: At, base: Stream) -> Tensor:
     return base.rows.mask(place, "T", None if at.is_weight else at.among)
 
 
+def _itemsize(start: Tensor) -> int:
+    """Bytes of a number, as far as what a walk starts from tells: tokens don't."""
+    return start.element_size() if start.is_floating_point() else 4
+
+
+def _bytes(card: Card, dims: Any, like: Tensor) -> int:
+    """Bytes of a block's weights."""
+    return _itemsize(like) * sum(math.prod(weight_shape(leaf, dims)) for leaf in card.weights)
+
+
 def _peak(card: Card, dims: Any, like: Tensor) -> int:
     """Bytes of one row's values, where most are alive."""
-    itemsize = like.element_size() if like.is_floating_point() else 4
+    itemsize = _itemsize(like)
     todo = plan(card, ("x_next",), ("x_n", "R", "M"))
     width = {
         name: itemsize_of(card, name, itemsize)

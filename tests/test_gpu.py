@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hooks import HookedModel, Run, Site, resample, zero
-from probe import KIMI_K2, Decoder, Dims, InMemory, Sites, evaluate, plan, random_weights
+from experiments import Prompts
+from experiments.patch import patch as patching
+from hooks import Cell, HookedModel, Live, Run, Site, patch, resample, zero
+from probe import KIMI_K2, Decoder, Dims, InMemory, Sites, evaluate, load, plan, random_weights, save
 from probe.numerics import causal_mask, grouped, grouped_by_hand, position_ids, rotation
 from probe.weights import weight_shape, weight_sites
+from tests.hooks.test_sweep import KEEP, MODELS, OTHER, READ, ROUTERS, SEVERAL, TOKENS, draw, readers
+from tests.hooks.twin import Ask, agree
 
 pytestmark = pytest.mark.gpu
 
@@ -102,6 +108,68 @@ def test_grouped_products_equal_the_fallback(dtype: torch.dtype) -> None:
     ends = torch.bincount(flat, minlength=7).cumsum(0)
     by_hand = grouped_by_hand(x.view(-1, 64)[order // 3], W, ends)
     torch.testing.assert_close(made.view(-1, 48)[order], by_hand, rtol=0.02, atol=0.02)
+
+
+# ---- edits, sweeps, checkpoints, studies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{}, {"budget": 1}, {"whole": ["blocks.2.x_next", "blocks.1.A"]}])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_sweep_equals_its_runs(kind: str, asked: dict[str, Any]) -> None:
+    """A patch of every tensor, edits together, routers, readers: each cell beside one whole run on the GPU."""
+    model, keep = HookedModel(MODELS[kind].decoder.weights.to(device="cuda")), KEEP.cuda()  # type: ignore[attr-defined]
+    base, source = Live(TOKENS.cuda(), keep), Live(OTHER.cuda(), keep, read=[[3], [4], [5]])
+    run = model.run(draw(30, 9, 3).cuda(), want=list(model.sites))
+    places = {site: "T" if "T" in model.sites.node(site).shape else "S" for site in model.sites}
+    cells = [
+        Cell((patch(str(site), source=source, **{dim: 3}),))
+        for site, dim in places.items()
+        if site.tensor not in ("experts", "delta_heads")
+    ]
+    cells += [Cell(make(source, run), label) for label, make in SEVERAL.items()]
+    cells += [Cell((one,), label) for label, one in ROUTERS.items()] + readers(kind)
+    agree(model, Ask(base, cells, [source], ["logits", "blocks.1.x_mid"], read=READ, **asked), tolerance=3e-5)
+
+
+def test_careful_numerics_are_nearer_to_fp32() -> None:
+    """And a sweep in them is near its runs: routing flips apart, which both count."""
+    tokens = TOKENS.cuda()
+    exact = MODELS["latent"](TOKENS)
+    far = {}
+    for numerics in ("reference", "careful"):
+        weights = MODELS["latent"].decoder.weights.to(torch.bfloat16, "cuda")  # type: ignore[attr-defined]
+        low = HookedModel(weights, numerics=numerics)
+        far[numerics] = float((low(tokens).float().cpu() - exact).abs().mean())
+    assert far["careful"] < 0.8 * far["reference"]
+
+
+@pytest.mark.parametrize("keep", ["expanded", "stored", "disk"])
+@pytest.mark.parametrize("form", ["plain", "fp8", "int4"])
+def test_a_checkpoint_has_the_same_weights_there(form: Any, keep: Any, tmp_path: Path) -> None:
+    save(random_weights(SMALL, dtype=torch.bfloat16), tmp_path, form=form)
+    here, there = load(tmp_path), load(tmp_path, device="cuda", keep=keep)
+    for block, leaf in weight_sites(SMALL):
+        value = there.read(block, leaf.name)
+        assert value.is_cuda
+        assert torch.equal(value.cpu(), here.read(block, leaf.name)), (block, leaf.name)
+    assert HookedModel(there)(TOKENS.cuda()).isfinite().all()
+
+
+def test_decoding_and_a_study() -> None:
+    here, there = HookedModel.load(), HookedModel.load(device="cuda")
+    text = "The capital of France is"
+    edits = [zero("O", 2, h=1, T=-1)]
+    assert (
+        there.generate(text, n=4, edits=edits).tokens.tolist() == here.generate(text, n=4, edits=edits).tokens.tolist()
+    )
+    assert here.tokenizer is not None
+    prompts = Prompts.load("capital", here.tokenizer)
+    ours, theirs = (patching(model, prompts, tensors=["O"], by=["head", "role"]) for model in (there, here))
+    assert list(ours["head"]) == list(theirs["head"])
+    torch.testing.assert_close(torch.tensor(ours["value"]), torch.tensor(theirs["value"]), rtol=1e-3, atol=1e-3)
+
+
+# ---- full size -------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(dims: Dims, dtype: torch.dtype) -> InMemory:
