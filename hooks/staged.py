@@ -55,7 +55,7 @@ class Staged:
         budget: int = BUDGET,
     ) -> None:
         self.model, self.sites, self.dims = model, model.sites, model.dims
-        self.weights, self.device = model.decoder.weights, model.device
+        self.device = model.device
         self.cells = list(cells)
         self.lives = [base, *sources]
         if len({id(live) for live in self.lives}) < len(self.lives):
@@ -191,7 +191,7 @@ class Staged:
         Cells that start at the same positions stand together, so that their attention is one product.
         """
         each = self.bytes_per_row()
-        if self.device.type == "cpu" and self.weights.resident:
+        if self.device.type == "cpu" and self.model.decoder.weights.resident:
             weights = max(_bytes(card, self.dims, self.starts[0]) for card in self.sites.cards)
             budget = min(budget, max(NEAR, weights))
         self.sizes = sizes = [self._most(i, some) for i, some in enumerate(ats)]

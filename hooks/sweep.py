@@ -65,7 +65,7 @@ def sweep(
     if hooked := sorted(map(str, model.watched())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and a sweep would pass them by; make them edits.")
     with _lent(model.sites, (base, *sources)), torch.no_grad():
-        walk = Walk(model, base, sources, cells, want, whole, read, first, budget, look=look, tick=tick)
+        walk = Walk(Staged(model, base, sources, cells, want, whole, read, first, budget), look, tick)
         walk.go()
         return walk.outcomes()
 

@@ -25,22 +25,24 @@ FEW = 512
 """Rows up to which a stream shares its products with others."""
 
 
-class Walk(Staged):
+class Walk:
     """A sweep under way.
 
     Args:
+        asked: what it is asked, and who runs.
         look: see `hooks.cells.Look`.
         tick: called with parts done and parts in all.
     """
 
-    def __init__(self, *args: Any, look: Look, tick: Callable[[int, int], None] | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.look, self.tick = look, tick
-        self.flips = Flips(self.sites, self.base, self.ats)
+    def __init__(self, asked: Staged, look: Look, tick: Callable[[int, int], None] | None) -> None:
+        self.asked, self.look, self.tick = asked, look, tick
+        self.sites, self.dims, self.device, self.base = asked.sites, asked.dims, asked.device, asked.base
+        self.weights, self.numerics = asked.model.decoder.weights, asked.model.decoder.numerics
+        self.flips = Flips(self.sites, self.base, asked.ats)
 
     def go(self) -> None:
         """Part by part, to the last one that somebody looks at."""
-        parts = range(self.first, min(self.last, self.dims.blocks) + 1)
+        parts = range(self.asked.first, min(self.asked.last, self.dims.blocks) + 1)
         for i, part in enumerate(parts):
             self._part(part)
             if self.tick is not None:
@@ -52,16 +54,16 @@ class Walk(Staged):
         todo = self._plan(part)
         self._needs(part)
         self._constants()
-        held: dict[str, Tensor] | None = {} if len(self.chunks) > 1 else None
+        held: dict[str, Tensor] | None = {} if len(self.asked.chunks) > 1 else None
         running = [self.base]
-        for live, stream, used in zip(self.lives[1:], self.sources, self.used, strict=True):
+        for live, stream, used in zip(self.asked.lives[1:], self.asked.sources, self.asked.used, strict=True):
             if live.read is not None or used >= part:  # a source stops where nobody takes from it any more
                 running.append(stream)
                 stream.idle = self._untaken(live, part) if live.read is None and used == part else frozenset()
-        for live, stream in zip(self.lives, self.roots, strict=True):
+        for live, stream in zip(self.asked.lives, self.asked.roots, strict=True):
             live.cache.stream, live.cache.block = stream, block
-        for i, chunk in enumerate(self.chunks or [Stream(self.base.rows, self.base, [], self.device)]):
-            members = self.members[i] if self.members else []
+        for i, chunk in enumerate(self.asked.chunks or [Stream(self.base.rows, self.base, [], self.device)]):
+            members = self.asked.members[i] if self.asked.members else []
             roots = running if i == 0 else []
             chunk.useful = self._useful(chunk, members)
             self._arrive(block, roots, chunk, members)
@@ -78,17 +80,17 @@ class Walk(Staged):
 
     def _plan(self, part: int) -> Plan:
         """The steps of this part: towards what is passed on, looked at, or edited."""
-        here = [site.tensor for site in self.looked if self.sites.depth(site) == part]
+        here = [site.tensor for site in self.asked.looked if self.sites.depth(site) == part]
         edited = {
             name
-            for ats in (*self.root_ats, *self.ats)
+            for ats in (*self.asked.root_ats, *self.asked.ats)
             for at in ats
             if self.sites.depth(at.site) == part and not at.is_weight
             for name in (at.site.tensor, *at.into)
         }
         self.explicit = bool({*here, *edited} & set(SCORES))  # which are made with O, cell by cell
         ends = {-1: ["x_0"], self.dims.blocks: []}.get(part, ["x_next"])
-        want = ["O" if name in SCORES else name for name in here] + (ends if part < self.last else [])
+        want = ["O" if name in SCORES else name for name in here] + (ends if part < self.asked.last else [])
         given = {-1: ("tokens",), self.dims.blocks: ("x_L",)}.get(part, ("x_n", "R", "M"))
         edited = {"O" if name in SCORES else name for name in edited} - {"x_n"}
         return plan(self.card, want or ends, given, edited, exact=False)
@@ -98,16 +100,16 @@ class Walk(Staged):
         B, T = self.base.batch, self.base.length
         self.head = part >= self.dims.blocks
         self.key_side = frozenset() if self.head else self.card.key_side
-        if part not in self.trimmed:
+        if part not in self.asked.trimmed:
             return
-        union = _mask(self.read, B, T)
-        for chunk, members in zip(self.chunks, self.members, strict=True):
-            mask = torch.cat([_mask(self.reads[i], B, T) for i in members])
+        union = _mask(self.asked.read, B, T)
+        for chunk, members in zip(self.asked.chunks, self.asked.members, strict=True):
+            mask = torch.cat([_mask(self.asked.reads[i], B, T) for i in members])
             union = union | mask.view(len(members), B, T).any(0)
             chunk.needed = Layout(mask.to(self.device))
-        edited = {site for stream in (*self.roots, *self.chunks) for site in stream.by_site}
+        edited = {site for stream in (*self.asked.roots, *self.asked.chunks) for site in stream.by_site}
         if self.head and all(self.sites.depth(site) < part for site in edited):
-            for live, stream in zip(self.lives[1:], self.sources, strict=True):
+            for live, stream in zip(self.asked.lives[1:], self.asked.sources, strict=True):
                 read = [[]] * stream.batch if live.read is None else live.read
                 mask = _mask(read, stream.batch, stream.length)
                 stream.needed = Layout(mask.to(self.device))
@@ -120,9 +122,9 @@ class Walk(Staged):
         """Steps that some cells do without, as what comes of them is held at the base's value; and the others' rows."""
         idle: dict[str, list[int]] = {}
         for cell, i in enumerate(members):
-            here = [at for at in self.ats[i] if at.site.block == self.block]
+            here = [at for at in self.asked.ats[i] if at.site.block == self.block]
             held = frozenset(at.site.tensor for at in here if at.whole and isinstance(at.edit.how, Freeze))
-            for name in self._idle(held, self.wholes[i]) if held else ():
+            for name in self._idle(held, self.asked.wholes[i]) if held else ():
                 idle.setdefault(name, []).append(cell)
         layouts = {}
         for cells in set(map(tuple, idle.values())):
@@ -133,12 +135,12 @@ class Walk(Staged):
 
     def _idle(self, held: frozenset[str], looked: set[Site]) -> frozenset[str]:
         """The steps of this block from which all ways on lead to what is held; not the router's, whose flips count."""
-        shown = {site.tensor for site in (*self.want, *self.whole, *looked) if site.block == self.block}
+        shown = {site.tensor for site in (*self.asked.want, *self.asked.whole, *looked) if site.block == self.block}
         return self._needless([*shown, "experts", "x_next" if self.block is not None else "logits"], held)
 
     def _untaken(self, live: Live, part: int) -> frozenset[str]:
         """The steps of this part that a source does without: nobody takes from them, nor from what is made of them."""
-        taken = [site.tensor for site in self.taken_from(live, self.ats) if self.sites.depth(site) == part]
+        taken = [site.tensor for site in self.asked.taken_from(live, self.asked.ats) if self.sites.depth(site) == part]
         return self._needless(["experts", *("O" if name in SCORES else name for name in taken)])
 
     def _needless(self, wanted: Sequence[str], held: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -156,7 +158,7 @@ class Walk(Staged):
         if x is None or hasattr(self, "R"):
             return
         self.dt = x.value.dtype
-        longest = max(stream.length for stream in self.roots)
+        longest = max(stream.length for stream in self.asked.roots)
         self.R = rotation(torch.arange(longest, device=self.device), self.dims, self.dt)
 
     def _arrive(self, block: int | None, roots: Sequence[Stream], chunk: Stream, members: Sequence[int]) -> None:
@@ -209,7 +211,7 @@ class Walk(Staged):
             args = [
                 self._joined(need, parts, read) for need, parts in zip(row.needs, zip(*each, strict=True), strict=True)
             ]
-            made = compute(row, args, self.card.leaves, self.model.decoder.numerics).split(
+            made = compute(row, args, self.card.leaves, self.numerics).split(
                 [len(layout) for _, layout in batch], dim=1
             )
             for (stream, layout), value in zip(batch, made, strict=True):
@@ -299,7 +301,7 @@ class Walk(Staged):
                         args.append(Rotation(*(part[: stream.length] for part in self.R)))
                     else:
                         args.append(stream.grid(name, cell, row.name))
-                made = compute(row, args, self.card.leaves, self.model.decoder.numerics)
+                made = compute(row, args, self.card.leaves, self.numerics)
                 stream.enter(row.name, [stream.new(cell, made, stream.grid(row.name, cell))], trim=trim)
 
     # ---- attention -----------------------------------------------------------------------------------------------
@@ -365,7 +367,7 @@ class Walk(Staged):
             return
         special = {cell for name in SCORES for cell in chunk.by_site.get(Site(self.block, name), {})}
         shown = {Site(self.block, name) for name in SCORES}
-        special |= {c for c, i in enumerate(members) if shown & (self.whole | self.wholes[i])}
+        special |= {c for c, i in enumerate(members) if shown & (self.asked.whole | self.asked.wholes[i])}
         if layout is not None and any(chunk.of_base_at(site) for site in shown):
             special |= set(layout.mask.view(chunk.cells, -1).any(-1).nonzero()[:, 0].tolist())
         for cell in sorted(special):
@@ -377,25 +379,25 @@ class Walk(Staged):
     def _shown(self, name: str, roots: Sequence[Stream], chunks: Sequence[tuple[Stream, Sequence[int]]]) -> None:
         """Show a value to whoever asked for it."""
         site = Site(self.block, name)
-        if site not in self.looked:
+        if site not in self.asked.looked:
             return
         for stream in roots:
-            live = self.lives[self.roots.index(stream)]
-            read = self.read if live is self.lives[0] else live.read
+            live = self.asked.lives[self.asked.roots.index(stream)]
+            read = self.asked.read if live is self.asked.lives[0] else live.read
             if read is None:
                 continue
-            if site in self.whole | (set().union(*self.wholes) if live is self.lives[0] else set()):
+            if site in self.asked.whole | (set().union(*self.asked.wholes) if live is self.asked.lives[0] else set()):
                 self.look(live, site, stream.grid(name, 0, stream.shown_to(site, 0)))
-            elif site in self.want:
+            elif site in self.asked.want:
                 self.look(live, site, self._at_reads(stream, site, 0, read))
         for chunk, members in chunks:
             for cell, i in enumerate(members):
                 if cell in chunk.unmatched:
                     continue
-                if site in self.whole or site in self.wholes[i]:
-                    self.look(self.cells[i], site, chunk.grid(name, cell, chunk.shown_to(site, cell)))
-                elif site in self.want:
-                    self.look(self.cells[i], site, self._at_reads(chunk, site, cell, self.reads[i]))
+                if site in self.asked.whole or site in self.asked.wholes[i]:
+                    self.look(self.asked.cells[i], site, chunk.grid(name, cell, chunk.shown_to(site, cell)))
+                elif site in self.asked.want:
+                    self.look(self.asked.cells[i], site, self._at_reads(chunk, site, cell, self.asked.reads[i]))
 
     def _at_reads(self, stream: Stream, site: Site, cell: int, read: Read) -> Tensor:
         """[B R ·]: a cell's value at the positions read, shorter rows padded with their last."""
@@ -408,12 +410,12 @@ class Walk(Staged):
     def outcomes(self) -> list[Outcome]:
         """What each cell came to."""
         made: dict[int, Outcome] = {}
-        for chunk, members in zip(self.chunks, self.members, strict=True):
+        for chunk, members in zip(self.asked.chunks, self.asked.members, strict=True):
             met = chunk.met.view(len(members), -1).sum(-1).tolist()
             for cell, i in enumerate(members):
-                touched = sum(at.touched for at in self.ats[i])
+                touched = sum(at.touched for at in self.asked.ats[i])
                 made[i] = Outcome(touched, met[cell], *self.flips.of(i), chunk.unmatched.get(cell))
-        return [made[i] for i in range(len(self.cells))]
+        return [made[i] for i in range(len(self.asked.cells))]
 
 
 def _batches(there: Sequence[tuple[Stream, Layout]]) -> list[list[tuple[Stream, Layout]]]:
