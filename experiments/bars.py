@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from experiments.effects import changed
 from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, heading, nothing, short, symbol
 
@@ -46,7 +47,7 @@ def split(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None
         low, high = (here[name].astype(float).to_list() for name in ("ci_low", "ci_high"))
         ax.hlines(range(4), low, high, color=INK, lw=1.2)
     unit = str(here["unit"].iloc[0])
-    ax.set_xlabel(f"change of {metric.replace('_', ' ')}" + (f" [{unit}]" if unit != "1" else ""), fontsize=SIZE)
+    ax.set_xlabel(changed(here, metric) + (f" [{unit}]" if unit != "1" else ""), fontsize=SIZE)
     label = str(here["edit"].iloc[0])
     agreed = here["routing_agreement"].iloc[0]
     note = f"routing agreement {float(agreed):.2f}, n = {here['n'].max()}{'; lines: 95 % intervals' if known else ''}"

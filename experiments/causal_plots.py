@@ -255,8 +255,8 @@ def scatter(df: pd.DataFrame, ax: Axes | None = None, *, kind: str = "attributio
     for flipped, colour, name in ((False, BLUE, "routing as it was"), (True, ORANGE, "some choices flipped")):
         part = pairs[pairs["flipped"] == flipped]
         if len(part):
-            ((count, r),) = numbers.loc[numbers["flipped"] == flipped, ["cells", "correlation"]].to_numpy()
-            label = f"{name}: {count:.0f} cells" + (f", r = {r:.2f}" if np.isfinite(r) else "")
+            ((count, r),) = numbers.loc[numbers["flipped"] == flipped, ["cells", "correlation"]].to_numpy().tolist()
+            label = f"{name}: {count:.0f} cell{'s' * (count != 1)}" + (f", r = {r:.2f}" if np.isfinite(r) else "")
             ax.scatter(part["estimate"], part["patch"], s=16, color=colour, alpha=0.65, lw=0, label=label)
     _diagonal(ax, [*pairs["estimate"], *pairs["patch"]])
     _name_worst(ax, pairs)

@@ -26,6 +26,7 @@ from experiments.plots import (
     heatmap,
     nothing,
     of_metric,
+    of_prompts,
     set_math,
     symbol,
     titled,
@@ -81,7 +82,8 @@ def largest(
         ends = own.merge(top[by], on=by, how="right")[["ci_low", "ci_high"]].astype(float)
         ax.hlines(range(len(top)), ends["ci_low"], ends["ci_high"], color=INK, lw=1.2)
     ax.set_xlabel(picture.label, fontsize=SIZE, color=INK)
-    heading(ax, titled(own, picture, by) if title is None else title, _notes(own, picture.table, len(top)))
+    notes = of_prompts(own) + _notes(own, picture.table, len(top))
+    heading(ax, titled(own, picture, by) if title is None else title, notes)
     return ax
 
 

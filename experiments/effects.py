@@ -52,6 +52,12 @@ def told(df: pd.DataFrame, by: Sequence[str] = ()) -> str:
     return "value"
 
 
+def changed(df: pd.DataFrame, metric: str) -> str:
+    """What a metric's effects are called, in its rows: a distance starts from 0, and its change is itself."""
+    from_zero = "base" in df and bool(df["base"].eq(0).fillna(False).all())
+    return ("" if from_zero else "change of ") + metric.replace("_", " ")
+
+
 def keys(df: pd.DataFrame) -> list[str]:
     """The columns that tell the cells of a frame of one metric apart."""
     parts = [name for name in PARTS if name in df and df[name].notna().any() and (name != "role" or "pos" not in df)]

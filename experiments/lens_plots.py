@@ -25,6 +25,7 @@ from experiments.plots import (
     heatmap,
     mathtext,
     nothing,
+    of_prompts,
     set_math,
     short,
     stream_ticks,
@@ -78,7 +79,8 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None,
         text.set_parse_math(False)
     held = "frozen" in here and here["frozen"].notna().all()
     scale = "of the last place" if held else "each place's own"
-    heading(ax, f"Logit lens: {name}{_n(here)}" if title is None else title, [f"final norm's scale: {scale}"])
+    notes = [*of_prompts(here), f"final norm's scale: {scale}", "dashed: the output"]
+    heading(ax, f"Logit lens: {name}{_n(here)}" if title is None else title, notes)
     return ax
 
 

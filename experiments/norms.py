@@ -190,7 +190,7 @@ def _of_rows(channels: int, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _of_pairs(channels: int, value: Tensor) -> tuple[Tensor, ...]:
     """The same of a chunk of queries, [B h t S], over the keys that they see; and what they give to the first, [B h t].
     Queries stay on axis 2, where chunks are joined."""
-    seen = torch.where(value > forbidden(value.dtype) / 2, value, 0.0)
+    seen = torch.where(value <= forbidden(value.dtype) / 2, 0.0, value)  # what is NaN stays so
     l2, top, index = _of_rows(channels, seen.transpose(1, 2))
     return l2[:, None], top.movedim(-1, 1), index.movedim(-1, 1), value[..., 0]
 
@@ -235,7 +235,7 @@ def _table(model: HookedModel, site: Site, sizes: Sizes, places: pd.DataFrame) -
     sizeless = np.full(2 * len(places), np.nan)
     for name, index in sizes.where.items():
         table[name] = np.concatenate([sizeless, *(_at(index[..., i], places) for i in channels)])
-    return table
+    return table[~(table["key"] > table["pos"])] if "key" in table else table  # some queries see few keys
 
 
 def _at(value: Tensor, places: pd.DataFrame) -> NDArray[Any]:

@@ -54,7 +54,7 @@ def load_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
     """Heat maps of a frame of routing, by expert: how far loads are from even, and of several sets how far from what
     tokens predict. Of one set by block; of several a picture a block, set by set."""
     several = df["prompts"].nunique() > 1
-    for metric, what in {"load": "off even", "load_given_token": "beyond the token"}.items():
+    for metric, what in {"load": "less an even share", "load_given_token": "less what tokens predict"}.items():
         here = df[df["metric"] == metric]
         if not several and len(here):
             yield metric, plots.heatmap(here, y="block", x="expert", title=f"Load, {what}", numbers=False)
@@ -76,4 +76,5 @@ def comparison_maps(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
         yield "sizes", plots.heatmap(shares, title=f"Sizes, as a share of the first model's: {df['model'].iloc[0]}")
     loads = inside[inside["metric"] == "load"]
     if len(loads):
-        yield "loads", plots.heatmap(loads, y="block", x="expert", title="Loads of experts", numbers=False)
+        title = f"Loads of experts: {df['model'].iloc[0]}"
+        yield "loads", plots.heatmap(loads, y="block", x="expert", title=title, numbers=False)

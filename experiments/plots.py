@@ -24,7 +24,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.text import Text
 
-from experiments.effects import told, where
+from experiments.effects import changed, told, where
 from experiments.frames import COLUMNS, IDENTITY, BadFrame, check_one, tensors
 from experiments.stats import below_floor
 from probe.errors import nearest
@@ -153,9 +153,9 @@ def _check_alike(df: pd.DataFrame, groups: Any, by: Sequence[str]) -> None:
 
 def _label(df: pd.DataFrame, metric: str, value: str) -> str:
     """What the numbers are, without their unit."""
-    from_zero = "base" in df and bool(df["base"].eq(0).fillna(False).all())  # a distance: its change is itself
-    named = {"effect": "{}" if from_zero else "change of {}", "value": "{}", "base": "{} of the base"}
-    named["recovered"] = "{} recovered"
+    if value == "effect":
+        return changed(df, metric)
+    named = {"value": "{}", "base": "{} of the base", "recovered": "{} recovered"}
     return named.get(value, f"{{}}: {value.replace('_', ' ')}").format(metric.replace("_", " "))
 
 
@@ -333,6 +333,7 @@ def heading(ax: Axes, title: str, notes: Sequence[str]) -> None:
             fontsize=SMALL,
             color=SOFT,
             va="bottom",
+            parse_math=False,  # a name of prompts may hold a dollar
         )
 
 
@@ -405,9 +406,7 @@ def heatmap(
             by_row.setdefault(down, {})[across] = number_of.get(index, 0)
         _discs(ax, by_row, at_names=y == "tensor", wide=wide, small=len(columns) > 30)
     colours.bar(picture, ax=ax, pad=0.015, aspect=40, fraction=0.04)
-    shape = list(df["group"].unique()) if {"pos", "key"} & {x, y} and "group" in df else []
-    notes = [f"prompts: {shape[0]}"] if len(shape) == 1 and "example" not in df else []
-    notes += [
+    notes = of_prompts(df, (x, y)) + [
         note
         for note, there in (
             ("grey: not measured", not measured.all()),
@@ -533,6 +532,15 @@ def _ticks(
         ax.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
         ax.grid(which="minor", color="white", lw=0.8)
     ax.tick_params(which="minor", length=0)
+
+
+def of_prompts(df: pd.DataFrame, shown: Sequence[str] = ()) -> list[str]:
+    """A note: of which prompts a picture is, where it is of one set; by position of one shape, of which."""
+    shape = "group" in df and "example" not in df and bool({"pos", "key"} & set(shown))
+    for name in ("group", "prompts") if shape else ("prompts",):
+        if name in df and name not in shown and len(names := df[name].dropna().unique()) == 1:
+            return [f"prompts: {names[0]}"]
+    return []
 
 
 def titled(df: pd.DataFrame, picture: Cells, shown: Sequence[str]) -> str:

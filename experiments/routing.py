@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments.ablate import reference_of
+from experiments.ablate import reference_of, source_name
 from experiments.asking import Ask
 from experiments.frames import BadFrame, frame
 from experiments.measure import Source, stayed
@@ -139,6 +139,9 @@ def coactivation(model: HookedModel, prompts: Prompts, block: int, *, name: str 
 HOWS = ("zero", "mean", "resample", "noise")
 """How a text says that a node is edited, for `split`."""
 
+DRAWN = ("resample ", "noise ")
+"""How a text begins whose edit hangs on the seed."""
+
 
 def split(
     model: HookedModel,
@@ -179,12 +182,15 @@ def split(
     label = " + ".join(edit.label for edit in made)
     base, *runs = _routed(model, ask, made, asked.router, asked.reached, block)
     seen = [ask.seen(run, block) for run in (base, *runs)]
-    names = label, label, f"the routing of: {label}", f"interaction of the routing and: {label}"
+    routing = "routing, gates too," if gates else "routing"
+    names = label, label, f"the {routing} of: {label}", f"interaction of the {routing} and: {label}"
     held = [", ".join(run.frozen) or pd.NA for run in runs]
     what = pd.DataFrame({"edit": names, "frozen": [*held, pd.NA]}).assign(
         routing_agreement=pd.Series([run.routing_agreement for run in runs]),
         flips=pd.Series([run.flips for run in runs]),
     )
+    what["source"] = pd.NA if asked.source is None else source_name(prompts, reference)
+    what["seed"] = seed if any(isinstance(one, str) and one.startswith(DRAWN) for one in asked.told) else pd.NA
     groups, parts = [prompt.group for prompt in prompts.rows], []
     for metric in ask.metrics:
         before, whole, computed, alone = (ask.values(metric, one, seen[0], block).numpy() for one in seen)

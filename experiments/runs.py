@@ -4,7 +4,8 @@ A run folder holds
 
 - ``manifest.json``: what is run, on which weights and inputs, by which versions; written first, and never changed;
 - ``units/*.parquet``: the frame of each finished unit, put there by a rename once it is complete;
-- ``frame.csv``, ``frame.parquet``, ``pictures/``: when all units are finished, of all of them, in that order; the attrs
+- ``frame.csv``, ``frame.parquet``, ``pictures/``: when all units are finished, of all of them, in that order. A row
+  that several units hold alike (attributions of 2 and of 4 steps share their first order) stands there once; the attrs
   of each unit's frame stand in those of the parquet file, under its label;
 - ``lock``: empty. A process holds a byte of it for each unit that it is about to do, as long as it lives.
 
@@ -157,7 +158,7 @@ def _joined(place: Path, study: str, jobs: Sequence[Job]) -> pd.DataFrame:
         return frames.read(whole)
     parts = [_finished(place / job.file) for job in jobs]
     if not whole.exists():
-        df = frames.join(*parts)
+        df = frames.join(*_once(parts))
         df.attrs |= _attrs(jobs, parts)
         for file in (whole.with_suffix(".csv"), whole):
             frames.write(df, file)
@@ -168,6 +169,15 @@ def _joined(place: Path, study: str, jobs: Sequence[Job]) -> pd.DataFrame:
                 save(ax, drawn / f"{job.file.stem}_{name}.png")
         drawn.replace(pictures)
     return frames.read(whole)
+
+
+def _once(parts: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Units' frames, less the rows that equal one of an earlier unit in every column. A unit without a row of its own
+    stays as it is: `join` refuses it."""
+    held = pd.concat([part.astype(object).assign(unit=i) for i, part in enumerate(parts)], ignore_index=True)
+    new = ~held.duplicated([name for name in held if name != "unit"])
+    own = [new[held["unit"] == i].to_numpy() for i in range(len(parts))]
+    return [part[mask] if mask.any() else part for part, mask in zip(parts, own, strict=True)]
 
 
 def _attrs(jobs: Sequence[Job], parts: Sequence[pd.DataFrame]) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def read(spec: str | Path) -> Spec:
     if path.suffix != ".toml":
         if str(spec) not in shipped():
             raise BadSpec(
-                f"there is no spec {str(spec)!r}.{_hint(str(spec), shipped())} A file of yours ends in .toml."
+                f"there is no spec {str(spec)!r}.{_hint(str(spec), shipped())} A file of yours ends in .toml;"
+                f" those that ship: {', '.join(shipped())}."
             )
         path = SHIPPED / f"{spec}.toml"
     try:

@@ -26,6 +26,9 @@ units 1/64 at best, before it is corrected)."""
 SMALL_GAP = 0.05
 """A gap between base and source is small up to this share of the mean gap's size."""
 
+ROUNDING = 1e-6
+"""A gap is none at all up to this share of what it is between: fp32 gives two runs of one prompt no more in common."""
+
 LEVEL = 0.95
 """Of confidence."""
 
@@ -74,7 +77,7 @@ def summary(
     _check(there, before, goal, groups)
     values, bases = (units(x, groups) for x in (after, before))
     effects = values - bases
-    gaps = None if goal is None else units(goal - before, groups)
+    gaps = None if goal is None else units(_gaps(before, goal), groups)
     n = (units(there, groups) > 0).sum(-1)
     sound = _sound(effects, n, gaps)
     low, high = interval(sound, gaps, seed=seed)
@@ -163,12 +166,18 @@ def recovered(effects: Numbers, gaps: Numbers) -> Numbers:
     return np.where(np.isfinite(ratio), ratio, np.nan)
 
 
+def _gaps(base: Numbers, source: Numbers) -> Numbers:
+    """source − base; 0 where that is mere rounding, whose ratios would look like findings."""
+    gaps, size = source - base, np.maximum(np.abs(base), np.abs(source))
+    return np.where(np.abs(gaps) < ROUNDING * size, 0.0, gaps)
+
+
 def small_gaps(base: ArrayLike, source: ArrayLike) -> NDArray[np.bool_]:
     """Which prompts' own ratio says nothing, [..., prompts]: |source − base| is at most 5 % of its mean over prompts.
 
     They are counted, and kept out of what is shown prompt by prompt; see `recovered` for the average.
     """
-    gaps = np.abs(np.asarray(source, dtype=np.float64) - np.asarray(base, dtype=np.float64))
+    gaps = np.abs(_gaps(np.asarray(base, dtype=np.float64), np.asarray(source, dtype=np.float64)))
     return np.asarray(gaps <= SMALL_GAP * _mean(gaps)[..., None])
 
 

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from experiments.effects import changed
 from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, group_colour, heading, nothing, symbol
 
@@ -83,7 +84,7 @@ def _axes(ax: Axes, here: pd.DataFrame) -> None:
     block = "" if pd.isna(row["block"]) else f" of block {row['block']}"
     ax.set_xlabel(f"α, in multiples of the rms of {symbol(str(row['tensor']))}{block}", fontsize=SIZE, color=INK)
     one = here["metric"].nunique() == 1
-    what = f"change of {str(row['metric']).replace('_', ' ')}" if one else "change"
+    what = changed(here, str(row["metric"])) if one else "change"
     ax.set_ylabel(what + (f" [{row['unit']}]" if row["unit"] != "1" else ""), fontsize=SIZE, color=INK)
     ax.plot([], [], color=SOFT, lw=1.1, ls="--", label="random directions, mean ± 2 sd")
     for text in ax.legend(frameon=False, fontsize=SMALL, loc="best").get_texts():

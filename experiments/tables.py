@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from experiments.effects import keys, layout, place_name, told, where
+from experiments.effects import changed, keys, layout, place_name, told, where
 from experiments.options import Kind
 from probe import KIMI_K2, Dims, account, around, card
 from probe.card import Card, Leaf, Step, plain
@@ -268,8 +268,8 @@ def _heading(df: pd.DataFrame, shown: Sequence[str]) -> str:
     row, column = df.iloc[0].to_dict(), told(df)
     name, unit = row["metric"].replace("_", " "), f" [{row['unit']}]" if row["unit"] != "1" else ""
     bases = df["base"].dropna().unique()
-    base = f" (base {bases[0]:.2f})" if len(bases) == 1 else ""
-    what = f"{name} recovered" if column == "recovered" else f"change of {name}{unit}{base}"
+    base = f" (base {bases[0]:.2f})" if len(bases) == 1 and bases[0] else ""
+    what = f"{name} recovered" if column == "recovered" else f"{changed(df, name)}{unit}{base}"
     way = f" ({row['direction']})" if "direction" in df else ""
     source = f" from {row['source']}" if "source" in df else ""
     place = f", {said}" if (said := where(df, shown)) else ""
@@ -383,6 +383,12 @@ def _with_unit(row: Mapping[Hashable, Any]) -> str:
     return str(row["metric"]).replace("_", " ") + (f" [{row['unit']}]" if row["unit"] != "1" else "")
 
 
+def _change(df: pd.DataFrame) -> str:
+    """What the effects of a frame of one metric are, with their unit."""
+    row = df.iloc[0].to_dict()
+    return changed(df, str(row["metric"])) + (f" [{row['unit']}]" if row["unit"] != "1" else "")
+
+
 def _of(df: pd.DataFrame) -> str:
     """What a frame's averages are over."""
     return f"{df['prompts'].iloc[0]}, n = {df['n'].max()}"
@@ -448,7 +454,8 @@ def routing_tables(df: pd.DataFrame) -> Iterator[Table]:
         rows = [_routed(str(block), here) for block, here in part.groupby("block")]
         header = ("block", "entropy [bits]", "of", "margin", "told by token", "by load", "most used", "off even")
         last = ("beyond the token",) if "load_given_token" in set(part["metric"]) else ()
-        notes = ["most used: expert (share of a prompt's tokens); off even, beyond the token: experts with p < 0.05"]
+        notes = ["most used: expert (share of a prompt's tokens)"]
+        notes += ["off even, beyond the token: experts off an even share, off what tokens predict, with p < 0.05"]
         title = f"Routing: {name}, n = {part['n'].max()}"
         yield Table(title, (*header, *last), rows, frozenset((*header, *last)) - {"most used"}, notes)
 
@@ -474,7 +481,7 @@ def top_tables(df: pd.DataFrame, most: int = 8) -> Iterator[Table]:
 
     names = [name for name in ("expert", "head", "feature") if name in df]
     rankings = list(df.groupby(names, sort=False, dropna=False)) if names else [((), df)]
-    for key, part in rankings[:most]:
+    for i, (key, part) in enumerate(rankings[:most], 1):
         row = part.iloc[0].to_dict()
         where = "".join(f", {name} {i}" for name, i in zip(names, key, strict=True))
         place = row["tensor"] if part["block"].isna().all() else f"{row['tensor']} of block {row['block']}"
@@ -482,6 +489,8 @@ def top_tables(df: pd.DataFrame, most: int = 8) -> Iterator[Table]:
         rows = [[short(r["value"]), str(r["example"]), str(r["pos"]), r["context"]] for r in found]
         header = (row["metric"], "text", "position", "context")
         notes = [] if rows else ["no token of these texts chose the expert"]
+        if len(rankings) > most and i == most:
+            notes.append(f"the first {most} of {len(rankings)} rankings; the frame holds all")
         yield Table(f"{place}{where}: {row['prompts']}", header, rows, frozenset(header[:3]), notes)
 
 
@@ -499,7 +508,7 @@ def steer_tables(df: pd.DataFrame) -> Iterator[Table]:
         header, columns = ["α"], [[short(x, signed=True) for x in sorted(set(part["alpha"].astype(float)))]]
         for rows in by_metric.values():
             effect, mean, sd = (rows[name].astype(float).map(short) for name in ("effect", "control", "spread"))
-            header += [f"change of {_with_unit(rows.iloc[0].to_dict())}", "random directions"]
+            header += [_change(rows), "random directions"]
             columns += [list(effect), list(mean + " ± " + sd)]
         what = "plain text, every position" if aside else str(part["edit"].iloc[0])
         rows_of = [list(row) for row in zip(*columns, strict=True)]
@@ -513,7 +522,7 @@ def path_table(df: pd.DataFrame, most: int = 20) -> Table:
     row = here.iloc[0].to_dict()
     names = {"sender": "sender", "receiver": "receiver", "effect": "effect", "recovered": "recovered"}
     names |= {"ci_low": "from", "ci_high": "to", "p": "p"}
-    what = f"change of {_with_unit(row)}, {row['direction']}: {_of(here)}"
+    what = f"{_change(here)}, {row['direction']}: {_of(here)}"
     held = "every Δ in between held" if row["hold"] == "all" else f"held in between: {row['hold']}"
     notes = [f"the {len(top)} largest of {len(here)}; {held}; from, to: 95 % interval of recovered"]
     return _listed(top, f"Paths: {what}", names, notes)
@@ -546,7 +555,7 @@ def split_tables(df: pd.DataFrame) -> Iterator[Table]:
         shown = part.assign(part=["in all", "routing frozen", "routing alone", "interaction"])
         columns = {"part": "part", "effect": "effect", "ci_low": "from", "ci_high": "to", "p": "p"}
         columns |= {"routing_agreement": "routing agreement", "flips": "flips"}
-        yield _listed(shown, f"{row['edit']}: change of {_with_unit(row)}, {_of(part)}", columns)
+        yield _listed(shown, f"{row['edit']}: {_change(part)}, {_of(part)}", columns)
 
 
 def agreement_table(df: pd.DataFrame) -> Table:

@@ -199,7 +199,7 @@ def say_effects(df: pd.DataFrame, name: str, place: Path | None) -> None:
     for table in () if "example" in df else effect_tables(df):
         table.print()
     if cells := df.attrs["unmatched"]:
-        typer.echo(f"–: {cells} cells have no value: they need an expert that the source didn't choose.")
+        typer.echo(f"–: no value, as it needs an expert that the source didn't choose (cells: {cells}).")
     for reason in df.attrs.get("left_out", {}).values():
         typer.echo(f"left out: {reason}")
     if place:

@@ -9,7 +9,6 @@ in the places that others have changed, and what it didn't ask for is thrown awa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -165,9 +164,10 @@ def _put(out: Tensor, layout: Layout, worlds: list[int], places: Tensor, made: T
 
 
 def _together(layout: Layout, worlds: list[int], count: int) -> bool:
-    """Whether worlds have so many rows each, one behind the other."""
-    starts = [layout.starts[world] for world in [*worlds, worlds[-1] + 1]]
-    return all(b - a == count for a, b in pairwise(starts))
+    """Whether worlds have so many rows each, one behind the other: others may stand between them."""
+    first = layout.starts[worlds[0]]
+    bounds = (layout.starts[world : world + 2] for world in worlds)
+    return all([a, b] == [first + i * count, first + (i + 1) * count] for i, (a, b) in enumerate(bounds))
 
 
 def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ def generate(
         raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
     if not use_cache and when != "both":
         raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
-    tokens, keep = left_padded(tokens, keep)
+    here = model.device
+    tokens, keep = left_padded(tokens.to(here), None if keep is None else keep.to(here))
     decoding = _Decoding(model, tokens, keep, edits, None if spans is None else tuple(spans), when, use_cache)
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)

@@ -129,7 +129,7 @@ def run(
     if budget is not None:
         check_fits(model, rows, how, budget)
     _check_base(model, keep, base)
-    if base is not None and not torch.equal(tokens, base.tokens):
+    if base is not None and not torch.equal(tokens, base.tokens.to(tokens.device)):
         raise BadEdit("the base was run on other tokens, or with another mask.")
     return _carry_out(model, _Start(model.sites, rows, tokens), how, edits, base)
 
@@ -256,7 +256,7 @@ def _check_base(model: HookedModel, keep: Tensor | None, base: Run | None) -> No
     if base.version != version_of(model.decoder.weights):
         raise BadEdit("weights have been written into since the base was run; run it anew.")
     same_keep = (keep is None and base.keep is None) or (
-        keep is not None and base.keep is not None and torch.equal(keep, base.keep)
+        keep is not None and base.keep is not None and torch.equal(keep, base.keep.to(keep.device))
     )
     if not same_keep:
         raise BadEdit("the base was run on other tokens, or with another mask.")

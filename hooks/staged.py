@@ -160,7 +160,7 @@ class Staged:
         start = live.tokens if self.first < 0 else live.x_n
         if start is None:
             raise BadEdit("a walk from the embedding starts from tokens, and one from a block from x_n: give that.")
-        return start
+        return start.to(self.device)
 
     def _root(self, live: Live, base: Stream | None) -> Stream:
         """The base, or a source: which holds the positions from the first that differs from the base's."""

@@ -128,20 +128,25 @@ class Stream:
         own = self.own(name, reader)
         here = slice(cell * self.batch, (cell + 1) * self.batch)
         if own is None or not bool(own.layout.mask[here].any()):
-            assert self.base is not None
-            return self.base.grid(name, 0, reader)[:, : self.length]
+            return self._of_whole_base(name, reader)
         index = own.layout.table[here]
         if self.base is None:
             whole = own.layout.whole and self.cells == 1
             return own.value.view(*index.shape, *own.value.shape[2:]) if whole else own.value[0, index.clamp(min=0)]
-        return self._over(self.base.grid(name, 0, reader)[:, : self.length], own, index)
+        return self._over(self._of_whole_base(name, reader), own, index)
+
+    def _of_whole_base(self, name: str, reader: str) -> Tensor:
+        """The base's value at this stream's positions, [B T ·]; behind its last one it means nothing."""
+        assert self.base is not None
+        value = self.base.grid(name, 0, reader)
+        if self.length <= self.base.length:
+            return value[:, : self.length]
+        return value[:, torch.arange(self.length, device=self.device).clamp(max=self.base.length - 1)]
 
     def _over(self, theirs: Tensor, own: Packed, index: Tensor) -> Tensor:
         """The base's value with a cell's own rows, which stand at ``index`` [B T], in their places."""
         missing = index < 0
         mine = fitted(own.value[0, index.clamp(min=0)], theirs.shape[2:])
-        if theirs.shape[1] < self.length:  # a longer source: behind the base's last position all is its own
-            theirs = torch.cat([theirs, mine[:, theirs.shape[1] :]], dim=1)
         theirs = fitted(theirs, mine.shape[2:])
         return torch.where(missing.view(*missing.shape, *[1] * (mine.ndim - 2)), theirs, mine)
 

@@ -309,10 +309,13 @@ class Walk:
     def _attend_whole(self, stream: Stream) -> None:
         """A root's O, on all its positions at once, as a plain run makes it."""
         layout = self._attended(stream)
-        if layout is None:
+        if layout is None and not self.explicit:
             return
         O = self._square(stream, 0) if self.explicit else attend(*self._heads(stream, 0), self._hidden(stream))
-        stream.put("O", O[layout.places][None], layout)
+        if layout is not None:
+            stream.put("O", O[layout.places][None], layout)
+        if stream.base is not None and any(Site(self.block, name) in stream.by_site for name in SCORES):
+            stream.enter("O", [stream.new(0, O, stream.grid("O"))], trim=True)  # also where it is the base so far
 
     def _heads(self, stream: Stream, cell: int) -> tuple[Tensor, Tensor, Tensor, float]:
         Q, K, V = (stream.grid(name, cell, "O") for name in "QKV")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -77,7 +76,7 @@ def position_ids(keep: Tensor | None, length: int, device: torch.device | None =
     """Positions of the tokens, [T], or [B, T] with a mask: 0, 1, … over each row's real ones, 0 before them."""
     if keep is None:
         return torch.arange(length, device=device)
-    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+    return (keep.to(device=device, dtype=torch.long).cumsum(-1) - 1).clamp(min=0)
 
 
 def causal_mask(keep: Tensor | None, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -87,7 +86,7 @@ def causal_mask(keep: Tensor | None, length: int, dtype: torch.dtype, device: to
     is then equal everywhere, so that softmax stays finite.
     """
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    allowed = causal if keep is None else causal & keep.bool()[:, None, None, :]
+    allowed = causal if keep is None else causal & keep.to(device=device, dtype=torch.bool)[:, None, None, :]
     return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, forbidden(dtype))
 
 
@@ -171,7 +170,7 @@ def grouped(x: Tensor, experts: Tensor, W: Tensor) -> Tensor:
     Returns:
         [B, T, k, out], in ``x``'s dtype; the product is made in ``W``'s.
     """
-    sort = _sorted(experts, W.shape[0])
+    sort = _Sorted(experts, W.shape[0])
     rows = x.reshape(-1, x.shape[-1]).index_select(0, sort.order if x.ndim == 4 else sort.token)
     return sort.back(_by_expert(rows, W, sort.ends)).view(*experts.shape, W.shape[-1])
 
@@ -189,7 +188,7 @@ def mixture(x: Tensor, experts: Tensor, gates: Tensor, W_1: Tensor, W_3: Tensor,
     Returns:
         [B, T, d], fp32.
     """
-    sort = _sorted(experts, W_1.shape[0])
+    sort = _Sorted(experts, W_1.shape[0])
     rows = x.reshape(-1, x.shape[-1])
     weight = gates.reshape(-1)[sort.order, None]
     if x.device.type == "cpu":
@@ -226,32 +225,15 @@ class _Sorted:
         self.ends = torch.searchsorted(in_order, each, out_int32=True)
         self.k = experts.shape[-1]
 
-    @cached_property
+    @property
     def token(self) -> Tensor:
         """The tokens of the sorted slots."""
         return self.order // self.k
 
-    @cached_property
-    def place(self) -> Tensor:
-        """Where the sorting has put each slot."""
-        places = torch.arange(len(self.order), device=self.order.device)
-        return torch.empty_like(self.order).scatter_(0, self.order, places)
-
     def back(self, rows: Tensor) -> Tensor:
         """Sorted rows in their slots' own order."""
-        return rows.index_select(0, self.place)
-
-
-def _sorted(experts: Tensor, count: int) -> _Sorted:
-    """The three products of a block share one sorting: as long as the choice is the same tensor, unchanged."""
-    if torch.is_inference_mode_enabled() or experts.is_inference():  # what is made there cannot be used elsewhere
-        return _Sorted(experts, count)
-    return _last_sorted(experts, experts._version, count)
-
-
-@lru_cache(maxsize=1)
-def _last_sorted(experts: Tensor, version: int, count: int) -> _Sorted:
-    return _Sorted(experts, count)
+        places = torch.arange(len(self.order), device=self.order.device)
+        return rows.index_select(0, torch.empty_like(self.order).scatter_(0, self.order, places))
 
 
 def _by_expert(rows: Tensor, W: Tensor, ends: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ BETWEEN = ("aten::copy_", "aten::_to_copy")
 INDEXED = ("aten::index.", "aten::index_put", "aten::_index_put_impl_")
 """Operations whose indices may lie on the CPU."""
 
+SCALAR = ("aten::index_put", "aten::_index_put_impl_", "aten::masked_fill", "aten::fill_")
+"""Operations that take a number from the CPU, beside those that go element by element."""
+
 
 class Elsewhere(Tensor):
     """Numbers on the other device."""
@@ -62,14 +65,15 @@ class _Mode(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Lists become tensors, in ``torch.tensor`` and as an index, by no dispatcher: here they are the CPU's first."""
+    """Numbers and lists become tensors, in ``torch.tensor`` and as an index, by no dispatcher: here the CPU's first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(torch.tensor(i) if isinstance(i, list) else i for i in index), *args[2:])
-        if func is torch.tensor and "device" in kwargs and kwargs["device"] is not None:
+            index = tuple(torch.tensor(i, dtype=None if i else torch.long) if isinstance(i, list) else i for i in index)
+            args = (args[0], index, *args[2:])
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         return func(*args, **kwargs)
 
@@ -93,6 +97,8 @@ def _carried_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     away = bool(there) if asked is None else torch.device(asked) == DEVICE
     if func.name().startswith("aten::copy_"):
         away = isinstance(args[0], Elsewhere)
+    if away and kwargs.get("generator") is not None:
+        raise RuntimeError(f"{func.name()} is given the CPU's generator.")
     if asked is not None and away:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     held_args, held_kwargs = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
@@ -107,11 +113,13 @@ def _wrapped(x: Any) -> Any:
 
 
 def _check_one_device(func: Any, args: Any, given: list[Tensor], there: list[Tensor]) -> None:
-    """Scalars go anywhere, indices may be the CPU's; copies go between."""
+    """Scalars go into what is element by element, indices may be the CPU's; copies go between."""
     name = func.name()
     if not there or name.startswith(BETWEEN):
         return
-    here = [x for x in given if not isinstance(x, Elsewhere) and x.ndim]
+    scalars = torch.Tag.pointwise in func.tags or name.startswith(SCALAR)
+    written = func._schema.is_mutable and args and isinstance(args[0], Tensor)
+    here = [x for x in given if not isinstance(x, Elsewhere) and (x.ndim or not scalars or (written and x is args[0]))]
     if name.startswith(INDEXED) and isinstance(args[0], Elsewhere):
         indices = {id(x) for x in args[1] if x is not None}
         here = [x for x in here if id(x) not in indices]

@@ -72,7 +72,11 @@ def test_a_split_shows_its_four_parts_with_intervals() -> None:
 
 def test_a_split_of_several_metrics_is_asked_for_one() -> None:
     both = pd.concat([effects(), effects("kl").assign(effect=lambda df: df["effect"] * 2)], ignore_index=True)
-    assert widths(bars.split(both, metric="kl")) == [-8.0, -6.0, 3.0, -5.0]
+    ax = bars.split(both, metric="kl")
+    assert widths(ax) == [-8.0, -6.0, 3.0, -5.0]
+    assert ax.get_xlabel() == "change of kl [logits]"
+    from_zero = both[both["metric"] == "kl"].assign(base=0.0)
+    assert bars.split(from_zero).get_xlabel() == "kl [logits]", "a distance from the base is a change already"
     with pytest.raises(BadFrame, match="has 0: keep one edit"):
         bars.split(both, metric="rank")
     with pytest.raises(BadFrame, match="has 8: keep one edit"):

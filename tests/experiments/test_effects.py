@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from experiments import frames, plots
 from experiments.cli import app
 from experiments.effect_plots import largest, pictures
-from experiments.effects import Layout, keys, layout, place_name, told, where
+from experiments.effects import Layout, changed, keys, layout, place_name, told, where
 from experiments.frames import BadFrame, frame
 from experiments.spec import read
 from experiments.studies import STUDIES
@@ -105,6 +105,16 @@ def test_what_is_told_is_recovered_else_the_effect_else_the_value() -> None:
     by_prompt = made(block=[0, 1], example=[0, 1])
     assert told(by_prompt) == "effect"
     assert told(by_prompt, ("block", "example")) == "recovered"
+
+
+def test_a_distance_that_starts_from_zero_is_no_change_of_itself() -> None:
+    df = pd.DataFrame({"base": [0.0, 0.0]})
+    assert changed(df, "relative_change") == "relative change"
+    assert changed(df.assign(base=[0.0, 1.0]), "logit_difference") == "change of logit difference"
+    assert changed(df[[]], "loss") == "change of loss"
+    (title,) = [table.title for table in effect_tables(made(tensor=["O"], block=[0]).assign(metric="kl", base=0.0))][:1]
+    assert "change" not in title
+    assert "(base" not in title
 
 
 def test_what_all_rows_share_is_said() -> None:
@@ -219,12 +229,12 @@ def test_the_largest_cells_are_bars_with_intervals() -> None:
     ]
     labels = [text.get_text() for text in ax.get_yticklabels()]
     assert labels[0] == f"block 1, head 1, at END  {plots.symbol('O')}"
-    assert "the 3 largest of 8 · lines: 95 % intervals · hatched: below the noise floor" in words(ax)
+    assert "prompts: ioi · the 3 largest of 8 · lines: 95 % intervals · hatched: below the noise floor" in words(ax)
     every = largest(df)
     hatched = [round(bar.get_width(), 2) for bar in every.patches if bar.get_hatch()]
     assert sorted(hatched) == [-0.1, 0.1], "effects of -1 and 1; a zero has no bar"
     few = largest(frame(made(block=[0, 1]).assign(p_family="too few units (1 of 8)"), study="patch"))
-    assert "no intervals: too few units (1 of 8)" in words(few)
+    assert "prompts: ioi · no intervals: too few units (1 of 8)" in words(few)
 
 
 def test_positions_are_named_and_a_dollar_is_no_mathematics() -> None:
@@ -233,6 +243,19 @@ def test_positions_are_named_and_a_dollar_is_no_mathematics() -> None:
     ax.figure.draw_without_rendering()
     labels = [text.get_text() for text in ax.get_yticklabels()]
     assert labels == [f"block 0, at 0 \\$  {plots.symbol('O')}", f"block 0, at 1 Peru  {plots.symbol('O')}"]
+
+
+def test_pictures_say_of_which_prompts_they_are() -> None:
+    def notes(ax: Axes) -> str:
+        return " · ".join(text.get_text() for text in ax.texts)
+
+    df = made(tensor=["O"], block=[0, 1], head=[0, 1]).assign(prompts="the $ and the $")
+    for ax in (plots.heatmap(df, y="block", x="head"), largest(df)):
+        assert "prompts: the $ and the $" in notes(ax)
+        ax.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]
+    two = pd.concat([df, df.assign(prompts="job")], ignore_index=True)
+    two = two[two["block"] == 0]
+    assert "prompts:" not in notes(plots.heatmap(two, y="prompts", x="head"))
 
 
 def test_what_cannot_be_drawn_says_so() -> None:

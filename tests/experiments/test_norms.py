@@ -109,6 +109,27 @@ def test_the_largest_channels_are_where_they_are_said_to_be(tensor: str, table: 
 # ---- growth, massive activations, sinks ------------------------------------------------------------------------------
 
 
+def test_keys_that_a_query_does_not_see_are_no_channels(model: HookedModel, prompts: Prompts) -> None:
+    df = norms(model, prompts, tensors=["S", "A"], blocks=[1], channels=6)
+    top = df[df["metric"] == "max"]
+    assert (top["key"] <= top["pos"]).all()
+    seen = top.groupby(["tensor", "example", "pos"], observed=True).size()
+    assert seen.to_dict() == {
+        (tensor, example, pos): min(6, model.dims.h * (pos + 1))
+        for tensor in ("S", "A")
+        for example, prompt in enumerate(prompts.rows)
+        for pos in range(len(prompt.tokens))
+    }
+
+
+def test_scores_that_are_no_numbers_have_no_size(model: HookedModel, prompts: Prompts) -> None:
+    weights = random_weights(model.dims, 0)
+    weights.read(1, "W_KR").fill_(torch.nan)
+    df = norms(HookedModel(weights, model.tokenizer), prompts, tensors=["S", "A", "Q"], blocks=[1], channels=0)
+    lost = df[df["metric"] == "rms"].groupby("tensor", observed=True)["value"].agg(lambda values: values.isna().all())
+    assert lost.to_dict() == {"S": True, "A": True, "Q": False}
+
+
 @pytest.mark.parametrize("block", [0, 2])
 def test_growth_is_length_out_over_length_in(block: int, table: pd.DataFrame, cache: Cache) -> None:
     for example, pos in ((0, 0), (1, 8)):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from experiments import Prompts
 from experiments import routing as module
 from experiments.cli import app
-from experiments.frames import BadFrame
+from experiments.frames import BadFrame, join
 from experiments.pictures import load_maps
 from experiments.routing import coactivation, entropy_bits, moe_blocks, routing, split
 from experiments.tables import routing_tables
@@ -435,6 +435,20 @@ def test_what_cannot_be_asked() -> None:
     dense = dataclasses.replace(TINY.dims, moe=(False, False))
     with pytest.raises(OutOfRange, match="no block of this model has experts"):
         moe_blocks(HookedModel(random_weights(dense)), None)
+
+
+def test_rows_of_two_splits_are_told_apart() -> None:
+    """By what was patched in, by the seed and by the reference set, each where it counts."""
+    drawn = [split(MODEL, PROMPTS, "noise blocks.1.O h=1", metrics=["kl"], seed=seed) for seed in (0, 1)]
+    assert len(join(*drawn)) == 8
+    text = "zero blocks.1.O h=1"
+    choice, both = (split(MODEL, PROMPTS, text, metrics=["kl"], gates=gates) for gates in (False, True))
+    assert set(choice["edit"]) & set(both["edit"]) == {choice["edit"][0]}  # the whole, which is the same
+    assert "seed" not in choice
+    assert "source" not in choice
+    others = [dataclasses.replace(PROMPTS, name=name) for name in ("one", "other")]
+    text = "mean blocks.1.O h=1"
+    assert len(join(*(split(MODEL, PROMPTS, text, metrics=["kl"], reference=some) for some in others))) == 8
 
 
 def test_a_split_needs_an_edit() -> None:

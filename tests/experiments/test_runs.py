@@ -586,6 +586,17 @@ def test_a_unit_that_fails_is_named_and_the_others_stay(tmp_path: Path) -> None:
     )
 
 
+def test_rows_that_several_units_hold_alike_are_joined_once(tmp_path: Path) -> None:
+    given = {"study": "attribute", "prompts": "job", "tensors": ["O"], "blocks": [3], "grid": {"steps": [1, 2]}}
+    df = run(parse(given, "twice", tmp_path), tmp_path / "run")
+    assert df is not None
+    kinds = df.groupby("edit", observed=True).size()
+    each = [f"integrated gradients, {steps}" for steps in ("1 step", "2 steps")]
+    assert list(kinds.index) == ["attribution", *each, "patch"]
+    assert kinds.nunique() == 1
+    assert len(df) < sum(len(frames.read(file)) for file in (tmp_path / "run" / "units").glob("*.parquet"))
+
+
 def test_what_a_killed_process_left_half_written_goes_at_the_start(tmp_path: Path) -> None:
     assert run(described(4, fail=True), tmp_path, shard=(1, 4)) is None
     later = json.loads((tmp_path / "manifest.json").read_text())["units"][3]["file"]

@@ -100,6 +100,18 @@ def test_a_recovery_of_nothing_is_none():
     assert got["effect"] == [1.0]
 
 
+def test_a_gap_of_mere_rounding_is_none():
+    base = np.full(9, -1.9)
+    got = summary((base + 1e-7)[None], base, range(9), base + 3e-7)  # two runs of one prompt
+    assert np.isnan([got["recovered"], got["ci_low"], got["ci_high"]]).all()
+    assert got["small_gaps"] == [9]
+    assert small_gaps(base, base + 3e-7).all()
+    real = summary((base + 1e-5)[None], base, range(9), base + 3e-5)
+    assert real["recovered"] == pytest.approx(1 / 3)
+    lost = summary((base + 1e-5)[None], base, range(9), np.append(base[1:] + 3e-5, np.inf))  # which is no rounding
+    assert np.isnan(lost["recovered"]).all()
+
+
 def test_columns_go_into_a_frame(rng):
     got = summary(rng.normal(size=(3, 10)), np.zeros(10), range(10), np.ones(10))
     assert got.keys() <= frames.COLUMNS.keys()

@@ -231,6 +231,14 @@ def test_an_expert_that_nobody_chose_is_said() -> None:
     assert alone["value"].isna().tolist() == [True]
 
 
+def test_rankings_that_are_not_told_are_counted() -> None:
+    df = top(MODEL, TEXTS[:2], "affinity", 2, n=1)
+    told = list(top_tables(df))
+    assert [bool(table.notes) for table in told] == [False] * 7 + [True]
+    assert told[-1].notes == [f"the first 8 of {MODEL.dims.e} rankings; the frame holds all"]
+    assert not any(table.notes for table in top_tables(df, most=MODEL.dims.e))
+
+
 def test_a_place_named_twice_is_one() -> None:
     assert len(top(MODEL, TEXTS[:2], "h", 0, where={"f": [3, 3, -157]}, n=2)) == 2
 

@@ -3,18 +3,24 @@ the CPU's, and nothing of the two devices meets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hooks import Cell, HookedModel, Live, Run, Site, mean, neuron_effects, outlook, patch, zero
+from experiments import Prompts
+from experiments.lens import lens as logit_lens
+from experiments.norms import norms
+from experiments.patch import patch as patching
+from hooks import Cell, HookedModel, Live, Run, Site, knock_out, mean, neuron_effects, outlook, patch, zero
+from hooks.lens import LensCache
+from hooks.reduce import Mean
 from probe.errors import ProbeError, Unmatched
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
 from tests.hooks.test_sweep import EDITS, KEEP, MODELS, OTHER, READ, ROUTERS, SEVERAL, SMALL, TOKENS, draw, readers
-from tests.hooks.twin import Ask, Key, swept
+from tests.hooks.twin import LOGITS, Ask, Key, swept
 
 both = pytest.mark.parametrize("kind", MODELS)
 
@@ -64,6 +70,14 @@ def test_the_devices_do_not_meet() -> None:
         torch.ones(2, 3).add_(x)
     with pytest.raises(RuntimeError, match="two devices"):
         torch.cat([x, torch.ones(2, 3)])
+    with pytest.raises(RuntimeError, match="two devices"):
+        torch.stack([x.sum(), torch.tensor(1.0)])  # a number goes into what is element by element alone
+    with pytest.raises(RuntimeError, match="two devices"):
+        torch.tensor(1.0).add_(x.sum())
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(2, device=DEVICE, generator=torch.Generator())
+    with pytest.raises(RuntimeError, match="numpy"):
+        x.numpy()
     assert (x * torch.tensor(2.0))[torch.tensor([0])].sum().item() == 6
     assert (x + torch.tensor([1.0, 2.0, 3.0], device=DEVICE)).cpu().tolist() == [[2, 3, 4]] * 2
 
@@ -150,6 +164,78 @@ def test_decoding_and_neurons(kind: str) -> None:
     if model.sites.card(model.dims.blocks - 1).kind == "dense":
         effects = [neuron_effects(m, t, answer=[3] * 3, wrong=[5] * 3) for m, t in ((other, tokens), (model, TOKENS))]
         same(effects[0], effects[1], "neurons")
+
+
+Doing = Callable[[HookedModel, Tensor, Tensor], Tensor]
+
+
+def summed(logits: Tensor) -> Tensor:
+    return logits[:, -1].logsumexp(-1).sum()
+
+
+def lens(model: HookedModel, tokens: Tensor, *names: str) -> LensCache:
+    return model.activation_cache(model.run(tokens[:1], want=[*names] or None))
+
+
+def of_lens(model: HookedModel, tokens: Tensor, token: Any) -> Tensor:
+    cache = lens(model, tokens)
+    return cache.logit_attrs(cache.accumulated_resid(layer=-1, apply_ln=True), tokens=token)
+
+
+DOING: dict[str, Doing] = {
+    "gradients": lambda m, t, k: m.run_with_cache(t, k, grads=summed)[1].gradients["blocks.1.Q"],  # type: ignore[index]
+    "hooks": lambda m, t, k: m.run_with_hooks(
+        t, k, fwd_hooks=[("blocks.1.hook_O", lambda v, hook: v * 0), ("blocks.1.ln1.hook_scale", lambda v, hook: v * 2)]
+    ),
+    "drawn tokens": lambda m, t, k: m.generate(t, k, n=3, temperature=1.0, seed=1, stop=[3]).logits,
+    "left pads": lambda m, t, k: m.generate(t, k.flip(1), n=3, edits=[knock_out(1, T=3, S=1)]).logits,
+    "a block alone": lambda m, t, k: m.run_block(1, m.run(t, k, want=None), edits=zero("O", h=1))["blocks.1.x_next"],
+    "reductions": lambda m, t, k: m.run(t, k, reduce={"blocks.1.A": Mean("positions")}).cache.reduced["blocks.1.A"],
+    "lens": lambda m, t, k: of_lens(m, t, 3),
+    "lens of a list": lambda m, t, k: of_lens(m, t, torch.tensor([3])),
+    "heads": lambda m, t, k: lens(m, t, *map(str, m.sites)).stack_head_results(layer=-1),
+}
+
+
+@both
+@pytest.mark.parametrize("what", DOING)
+def test_whatever_else_a_model_does(what: str, kind: str) -> None:
+    model = MODELS[kind]
+    here = DOING[what](model, TOKENS, KEEP)
+    same(DOING[what](moved(model), TOKENS.to(DEVICE), KEEP.to(DEVICE)), here, what)
+
+
+ANYWHERE: dict[str, Doing] = {
+    "run": lambda m, t, k: m.run(t, k, edits=zero("O", 1, h=1))["logits"],
+    "from a base": lambda m, t, k: m.run(
+        t, k, edits=zero("O", 1), base=m.run(t.to(m.device), k.to(m.device), want=None)
+    )["logits"],
+    "decoding": lambda m, t, k: m.generate(t, k, n=2).logits,
+    "sweep": lambda m, t, k: swept(m, Ask(Live(t, k), [Cell((zero("O", 1, T=1),))]))[0]["cell", 0, LOGITS],
+}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("what", ANYWHERE)
+def test_tokens_and_masks_may_lie_on_the_cpu(what: str, masked: bool) -> None:
+    """Both, or the mask alone; the model's device is where everything comes out."""
+    model, other = MODELS["latent"], moved(MODELS["latent"])
+    here = ANYWHERE[what](model, TOKENS, KEEP)
+    same(ANYWHERE[what](other, TOKENS if masked else TOKENS.to(DEVICE), KEEP), here, what)
+
+
+def test_studies() -> None:
+    model = HookedModel.load()
+    prompts = Prompts.load("ioi", model.tokenizer).subset(range(4))  # type: ignore[arg-type]
+    for what in (
+        lambda m: patching(m, prompts, tensors=["O"], blocks=[3], by=["head"]),
+        lambda m: logit_lens(m, prompts),
+        lambda m: norms(m, prompts, tensors=["x_next", "A"]),
+    ):
+        here, there = (what(m).select_dtypes("number") for m in (model, moved(model)))
+        assert len(here)
+        assert (here.isna() == there.isna()).all(axis=None)
+        assert float((here - there).abs().max(axis=None)) < 1e-4
 
 
 def test_sites_are_named_on_the_cpu() -> None:

@@ -502,6 +502,19 @@ def test_sources_of_all_kinds(asked: dict[str, Any], kind: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("length", [2, 7, 9])
+def test_a_source_that_its_edits_alone_tell_from_the_base(length: int, kind: str) -> None:
+    """Of scores too, which have no rows of their own there; and where it ends, or its pads do, is its own affair."""
+    tokens, keep = torch.full((3, 9), 7), torch.zeros(3, 9, dtype=torch.bool)
+    tokens[:, :7], keep[:, :7] = TOKENS, KEEP
+    for edits in ([], [knock_out(1, T=1, S=0)], [zero("A", 1, h=1)], [zero("O", 1)]):
+        live = Live(tokens[:, :length], keep[:, :length], edits=edits, read=[[0], [1], [1]])
+        cells = [Cell((patch("A", 1, source=live, T=1, S=0),)), Cell((patch("x_mid", 1, source=live, T=1),))]
+        agree(MODELS[kind], Ask(base(), cells, [live], whole=["blocks.1.A", "blocks.1.x_next"]))
+        agree(MODELS[kind], Ask(base(), cells[1:], [live]))
+
+
+@both
 def test_the_base_may_lend_its_own_values(kind: str) -> None:
     model, live = MODELS[kind], base()
     run = model.run(TOKENS, KEEP, want=list(model.sites))

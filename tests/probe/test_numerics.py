@@ -385,27 +385,6 @@ def test_grouped_takes_rows_as_they_are_strided() -> None:
     assert torch.equal(grouped(x, experts.transpose(0, 1).contiguous().transpose(0, 1), W), grouped(x, experts, W))
 
 
-def test_a_choice_that_is_written_into_is_sorted_anew() -> None:
-    """Products of one choice share a sorting."""
-    x, W = operands("whole-16-bytes", torch.float32, False)
-    experts, other = ROUTES["spread"](), ROUTES["some-without-tokens"]()
-    first = grouped(x, experts, W)
-    experts.copy_(other)
-    assert not torch.equal(grouped(x, experts, W), first)
-    torch.testing.assert_close(grouped(x, experts, W), naive(x, other, W), rtol=0, atol=5e-5)
-    torch.testing.assert_close(grouped(x, experts, W[:5]), naive(x, other, W[:5]), rtol=0, atol=5e-5)
-
-
-def test_a_choice_sorted_in_inference_mode_serves_gradients_later() -> None:
-    x, W = operands("whole-16-bytes", torch.float32, False)
-    experts = ROUTES["spread"]()
-    with torch.inference_mode():
-        there = grouped(x, experts, W)
-    made = grouped(x.requires_grad_(), experts, W)
-    made.sum().backward()
-    assert torch.equal(made, there)
-
-
 def test_grouped_takes_no_tokens() -> None:
     W = torch.randn(6, 16, 24)
     made = grouped(torch.randn(0, 5, 16), torch.zeros(0, 5, 2, dtype=torch.long), W)
