@@ -86,7 +86,7 @@ def paths(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None
     }
     if title is None:
         held = {"all": "all between held", "attn": "heads between held", "none": "nothing held"}[here["hold"].iloc[0]]
-        where = f"{here['prompts'].iloc[0]}, {here['direction'].iloc[0]}, n = {here['n'].max()}"
+        where = f"{here['direction'].iloc[0]}, n = {here['n'].max()}"
         title = f"Paths ({held}): {_unit(here).split(' [')[0]} recovered; {where}"
     value = "recovered" if "recovered" in here else "effect"
     return heatmap(here.assign(**ordered), ax, y="sender", x="receiver", value=value, title=title)

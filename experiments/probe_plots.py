@@ -23,6 +23,7 @@ from experiments.plots import (
     heatmap,
     mathtext,
     nothing,
+    of_prompts,
     set_math,
     stream_ticks,
     symbol,
@@ -86,7 +87,7 @@ def probes(df: pd.DataFrame, ax: Axes | None = None, *, title: str | None = None
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     set_math(*ax.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1, 0.5)).get_texts())
-    heading(ax, _title(df) if title is None else title, [])
+    heading(ax, _title(df) if title is None else title, of_prompts(df))
     return ax
 
 
@@ -152,4 +153,4 @@ def kinds(df: pd.DataFrame) -> pd.Series[str]:
 def _title(df: pd.DataFrame) -> str:
     row = df.iloc[0].to_dict()
     fitted = f", fitted to {source}" if (source := taught_by(df).iloc[0]) else ""
-    return f"{row['label']} at {places(df).iloc[0]} ({row['probe']}{fitted}), {row['prompts']}, n = {df['n'].max()}"
+    return f"{row['label']} at {places(df).iloc[0]} ({row['probe']}{fitted}), n = {df['n'].max()}"

@@ -27,7 +27,7 @@ SMALL_GAP = 0.05
 """A gap between base and source is small up to this share of the mean gap's size."""
 
 ROUNDING = 1e-6
-"""A gap is none at all up to this share of what it is between: fp32 gives two runs of one prompt no more in common."""
+"""Numbers are one up to this share of their size: fp32 gives two runs of one prompt no more in common."""
 
 LEVEL = 0.95
 """Of confidence."""
@@ -281,7 +281,7 @@ def p_values(effects: Numbers, *, seed: int = 0) -> Numbers:
     for cells in _chunks(np.arange(len(d))):
         np.maximum(highest, np.abs(flips @ d[cells].T).max(-1), out=highest)
     highest.sort()
-    seen = np.abs(d.sum(-1)) * (1 - 1e-9)  # equal ones are as extreme, whatever their last bits
+    seen = np.abs(d.sum(-1)) * (1 - ROUNDING)  # equal ones are as extreme, whatever their last bits
     p = np.full(len(effects), np.nan)
     p[tested] = 1 - np.searchsorted(highest, seen) / len(highest)
     return p
