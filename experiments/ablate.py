@@ -180,8 +180,7 @@ class _Cells(NamedTuple):
 
 def forces(ask: Ask) -> bool:
     """Whether answers stand behind prompts, of several tokens each: there is nothing to put in their place."""
-    lengths = [ask.tokens.shape[1]] * len(ask.tokens) if ask.keep is None else ask.keep.sum(-1).tolist()
-    return lengths != list(ask.spoken)
+    return ask.rows.lengths != list(ask.spoken)
 
 
 def _check(how: str, by: Sequence[By], draws: int, tensors: Sequence[str] | None) -> None:

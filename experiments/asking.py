@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.metrics import BadMetric, Compared, Metric, Read, View, choose
 from experiments.prompts import Answer, Prompts, padded
-from hooks import HookedModel, Run
+from hooks import Edit, HookedModel, Live, Run
 from hooks.edits import SCORES
 from hooks.where import Rows, Spans, where_of
 from probe.errors import asking
@@ -123,6 +123,7 @@ class Ask:
         spoken: how many tokens of each row are the prompt; the rest is a continuation.
         prompt_of: each row's prompt, ascending: to give each row what its prompt was given.
         read: of each row, the positions whose logits are read, ascending; none, where no metric reads any.
+        rows: all that of it which tells where things stand.
         decodes: how many tokens metrics want to see decoded after each prompt, greedily; 0: none do.
 
     Raises:
@@ -143,6 +144,7 @@ class Ask:
         self.tokens, self.keep = padded(rows, model.device)
         self.spans: tuple[Spans, ...] = tuple(prompts.rows[p].spans for p in self.prompt_of)
         self.spoken = tuple(len(prompts.rows[p].tokens) for p in self.prompt_of)
+        self.rows = Rows(self.keep, len(self.spoken), self.tokens.shape[1], self.spans, spoken=self.spoken)
         here = {metric.name: self._places(metric) for metric in self.metrics if metric.reads is not None}
         said = {key: self._forced(spelt, tails) for key, spelt in answers.items()}
         read = [set[int]() for _ in self.prompt_of]
@@ -158,11 +160,10 @@ class Ask:
         """The positions that a metric reads, in each prompt's first row, with the text's own next token."""
         assert metric.reads is not None, "the caller looks"
         ((_, place),) = where_of({"T": metric.reads})
-        rows = Rows(self.keep, len(self.spoken), self.tokens.shape[1], self.spans, spoken=self.spoken)
         found = []
         for p, (row, prompt) in enumerate(zip(self._first, self.prompts.rows, strict=True)):
             with asking(f"{metric.name} of {prompt.clean!r}"):
-                positions = rows.positions(row, place, "T")
+                positions = self.rows.positions(row, place, "T")
             following = (*prompt.tokens[1:], -1)
             found += [_Place(p, row, position, following[position], p) for position in positions]
         return found
@@ -177,6 +178,10 @@ class Ask:
                 found += [_Place(p, row, before + i, token, spelling) for i, token in enumerate(tokens)]
                 spelling += 1
         return found
+
+    def live(self, edits: Sequence[Edit] = ()) -> Live:
+        """The batch, to run along with a sweep."""
+        return Live(self.tokens, self.keep, self.spans, spoken=self.spoken, edits=edits)
 
     def sites(self, block: int | None = None) -> list[Site]:
         """What a run must show: the logits where any are read (at `read`), and the tensors that metrics compare

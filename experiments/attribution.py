@@ -357,10 +357,9 @@ def _estimated(
     names = {*parts, *slots, X_0, LOGITS}
     source = _held(model, both.source_ask, names)
     base: Held = {}
-    rows = Rows(ask.keep, len(ask.tokens), ask.tokens.shape[1], ask.spans, spoken=ask.spoken)
     most = max(source[site].numel() for site in parts)
     scratch = torch.empty(most, dtype=torch.promote_types(source[X_0].dtype, torch.float32), device=model.device)
-    cells = _Cells(model, ask, rows, parts, prompts, base, source, scratch)
+    cells = _Cells(model, ask, parts, prompts, base, source, scratch)
     first = cells.sums(metric, [None])
     numbers = [
         ask.values(metric, seen, ask.seen(base), whose=whose).numpy()
@@ -400,7 +399,6 @@ class _Cells(NamedTuple):
 
     model: HookedModel
     ask: Ask
-    rows: Rows
     parts: Mapping[Site, Sequence[Part]]
     prompts: Sequence[int]
     base: Held
@@ -444,7 +442,7 @@ class _Cells(NamedTuple):
         for row, part in zip(made, parts, strict=True):
             about = None if part.prompts is None else set(part.prompts)
             among = [b for b, p in enumerate(self.ask.prompt_of) if about is None or self.prompts[p] in about]
-            np.add.at(row, self.ask.prompt_of, _of_part(value, dims, part, self.rows, among).cpu().numpy())
+            np.add.at(row, self.ask.prompt_of, _of_part(value, dims, part, self.ask.rows, among).cpu().numpy())
         return made
 
     def _products(self, site: Site, gradient: Tensor, seen: Held, wanted: set[str]) -> tuple[Tensor, list[str]]:
@@ -477,7 +475,7 @@ class _Cells(NamedTuple):
             value = torch.sub(_in_slots(source, slot), base, out=self._room(base)).mul_(gradient)
             value, dims = _summed(value, dims, kept)
             value.masked_fill_(~_spread(same, value), torch.nan)
-        value.masked_fill_(~_spread(self.rows.mask(None, "T").to(value.device), value), 0.0)
+        value.masked_fill_(~_spread(self.ask.rows.mask(None, "T").to(value.device), value), 0.0)
         if "e" in wanted:
             whole = value.new_zeros(*value.shape[:2], self.model.dims.e, *value.shape[3:])
             value, dims = whole.scatter_add(2, _spread(experts, value), value), ["B", "T", "e", *dims[3:]]

@@ -36,7 +36,7 @@ from experiments.prompts import Prompts
 from experiments.study import common
 from hooks import Edit, HookedModel, Live
 from hooks.cells import BUDGET
-from hooks.where import Rows, where_of
+from hooks.where import where_of
 from probe.errors import BadEdit
 
 AMONG = ("O h=*", "delta_ffn")
@@ -295,13 +295,12 @@ def _check_apart(every: Sequence[Node], ask: Ask) -> None:
 
     Nodes are held together where all dims but positions agree: there are few such pairs.
     """
-    rows = Rows(ask.keep, len(ask.spoken), ask.tokens.shape[1], ask.spans, spoken=ask.spoken)
 
     @cache
     def there(dim: str, place: Any, prompts: tuple[int, ...] | None) -> Tensor:
         ((_, named),) = where_of({dim: place})
         among = None if prompts is None else [row for row, p in enumerate(ask.prompt_of) if p in set(prompts)]
-        return rows.mask(named, dim, among)
+        return ask.rows.mask(named, dim, among)
 
     @cache
     def meet(dim: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from experiments.options import Control, Direction, Hold, How, Probe, Rest, Scale, When
+from experiments.options import Control, Hold, How, Probe, Rest, Scale, When
 from experiments.terminal import (
     Answer,
     At,
@@ -29,6 +29,7 @@ from experiments.terminal import (
     Prompt,
     Task,
     Tensor,
+    Way,
     Wrong,
     folder_for,
     judged,
@@ -98,9 +99,7 @@ def patch(
     by: Parts = None,
     at: At = None,
     window: Annotated[int, typer.Option("--window", help="How many blocks to patch together.", min=1)] = 1,
-    direction: Annotated[
-        Direction, typer.Option("--direction", help="Clean into corrupt: denoise; corrupt into clean: noise.")
-    ] = "denoise",
+    direction: Way = "denoise",
     noise_at: Annotated[
         str | None,
         typer.Option("--noise-at", help="Corrupt is clean with noise on this span's or position's embedding."),
@@ -166,9 +165,7 @@ def paths(
         typer.Option("--receiver", help="What alone sees it: 'V h=*', 'blocks.3.x_ffn', logits. Repeat for several."),
     ] = None,
     hold: Annotated[Hold, typer.Option("--hold", help="What keeps the base's value in between.")] = "all",
-    direction: Annotated[
-        Direction, typer.Option("--direction", help="Clean into corrupt: denoise; corrupt into clean: noise.")
-    ] = "denoise",
+    direction: Way = "denoise",
     frozen: Annotated[
         list[str] | None, typer.Option("--frozen", help="Held at the base's values too: experts, s_*, A. Repeat.")
     ] = None,
@@ -261,9 +258,7 @@ def attribute(
     at: At = None,
     steps: Annotated[int, typer.Option("--steps", help="Of integrated gradients; 0: without them.", min=0)] = 0,
     exact: Annotated[bool, typer.Option("--exact/--no-exact", help="Patch every cell, too, and compare.")] = True,
-    direction: Annotated[
-        Direction, typer.Option("--direction", help="Clean into corrupt: denoise; corrupt into clean: noise.")
-    ] = "denoise",
+    direction: Way = "denoise",
     metric: Annotated[str | None, typer.Option("--metric", help="What to differentiate.")] = None,
     answer: Answer = None,
     wrong: Wrong = None,

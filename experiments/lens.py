@@ -203,8 +203,7 @@ def _up_to(prompts: Prompts, ends: Sequence[int]) -> Prompts:
 
 def _rows(ask: Ask) -> list[tuple[int, ...]]:
     """The rows of an ask without what they are padded with."""
-    lengths = [ask.tokens.shape[1]] * len(ask.tokens) if ask.keep is None else ask.keep.sum(-1).tolist()
-    return [tuple(row[:length]) for row, length in zip(ask.tokens.tolist(), lengths, strict=True)]
+    return [tuple(row[:length]) for row, length in zip(ask.tokens.tolist(), ask.rows.lengths, strict=True)]
 
 
 def unembed(model: HookedModel, x: Tensor, s: Tensor | None = None) -> Tensor:

@@ -106,11 +106,11 @@ def measure(
     if not asked:
         raise BadEdit("there is no cell to measure.")
     check_source(ask, source_ask)
-    base = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken, edits=base_edits)
+    base = ask.live(base_edits)
     cells = _cells(ask, asked, source, when)
     owners = [i for i, one in enumerate(asked) for _ in one.edits]
     noise = _noise(model, asked)
-    cells += [Cell((edit,), whole=tuple(s for s in ask.sites(block) if s != LOGITS)) for block, edit in noise]
+    cells += [Cell((edit,), whole=_whole(ask, block)) for block, edit in noise]
     lives = [source] if isinstance(source, Live) else []
     reader = _Reader(ask, source_ask, base, lives, cells, [*(asked[i].block for i in owners), *(b for b, _ in noise)])
     read = [some or [spoken - 1] for some, spoken in zip(ask.read, ask.spoken, strict=True)]
@@ -146,13 +146,15 @@ def check_source(ask: Ask, source_ask: Ask | None) -> None:
 def _cells(ask: Ask, asked: Sequence[Asked], source: Source, when: When | None = None) -> list[Cell]:
     """A cell of the sweep for each draw of each cell that is asked for."""
     return [
-        Cell(
-            () if when == "steps" else tuple(edits(source)),
-            whole=tuple(site for site in ask.sites(one.block) if site != LOGITS),
-        )
+        Cell(() if when == "steps" else tuple(edits(source)), whole=_whole(ask, one.block))
         for one in asked
         for edits in one.edits
     ]
+
+
+def _whole(ask: Ask, block: int | None) -> tuple[Site, ...]:
+    """What metrics compare, past an edit of a block."""
+    return tuple(site for site in ask.sites(block) if site != LOGITS)
 
 
 def _move(bar: Any, done: int, total: int) -> None:
@@ -445,7 +447,7 @@ def cost(
         ProbeError: as `measure`, but for what only values tell.
     """
     check_source(ask, source_ask)
-    base = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken)
+    base = ask.live()
     cells = [*_cells(ask, asked, source), *(Cell((edit,)) for _, edit in _noise(model, asked))]
     lives = [source] if isinstance(source, Live) else []
     ahead = outlook(model, base, cells, sources=lives)

@@ -195,8 +195,7 @@ class _Paths(NamedTuple):
 
     def base(self) -> Live:
         """The base, to run along."""
-        ask = self.sides.ask
-        return Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken)
+        return self.sides.ask.live()
 
     def parts(self, model: HookedModel, budget: int) -> list[list[_First]]:
         """First runs in parts, of which what arrives fits the budget."""

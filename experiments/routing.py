@@ -216,7 +216,7 @@ def outlook_split(
     """What `split` would take: four runs, and one over the reference prompts where edits take from these."""
     asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
     ask, taken = asked.ask, [] if asked.source is None else [asked.source]
-    base, held = Live(ask.tokens, ask.keep, ask.spans, spoken=ask.spoken), tuple(map(freeze, asked.router))
+    base, held = ask.live(), tuple(map(freeze, asked.router))
     ahead(model, base, [Cell(asked.edits), Cell((*asked.edits, *held))], sources=taken)  # sees what can't be
     ask.sites(asked.block)
     forwards = 4.0 + sum(live.tokens.numel() for live in taken if live.tokens is not None) / ask.tokens.numel()

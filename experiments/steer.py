@@ -36,7 +36,6 @@ from experiments.vectors import Place, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.apply import bound
 from hooks.cells import BUDGET
-from hooks.where import Rows
 from probe.errors import BadEdit, OutOfRange, ShapeMismatch, asking
 from probe.sites import Site
 
@@ -403,7 +402,7 @@ def _size(model: HookedModel, ask: Ask, target: _Target, vector: Tensor) -> tupl
     Raises:
         ShapeMismatch: the direction is not one of the tensor's last axes.
     """
-    site, (batch, length) = target.site, ask.tokens.shape
+    site = target.site
     node = model.sites.node(site)
     slots = [Site(site.block, "experts")] if "k" in node.shape else []
     run = model.run(ask.tokens, ask.keep, want=[site, *slots], spans=ask.spans, spoken=ask.spoken)
@@ -412,7 +411,7 @@ def _size(model: HookedModel, ask: Ask, target: _Target, vector: Tensor) -> tupl
         dims = " ".join(node.shape)
         raise ShapeMismatch(f"the direction is {list(vector.shape)}, and {site} [{dims}] = {list(value.shape)}.")
     edit = add(str(site), direction=vector, **(target.within if target.when == "steps" else target.place))
-    (at,) = bound([edit], model.sites, Rows(ask.keep, batch, length, ask.spans, spoken=ask.spoken), None)
+    (at,) = bound([edit], model.sites, ask.rows, None)
     at.seen = {one.tensor: run[one] for one in slots}
     mask = at.mask(value)
     squares, counts = ((x * mask).flatten(2).sum(-1) for x in (value**2, torch.ones_like(value)))

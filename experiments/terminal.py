@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from experiments.options import By, Dtype, Keeping
+from experiments.options import By, Direction, Dtype, Keeping
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,6 +74,7 @@ def _seed(seed: int) -> int:
 
 
 Draw = Annotated[int, typer.Option("--seed", callback=_seed, help="Of all that is drawn.")]
+Way = Annotated[Direction, typer.Option("--direction", help="Clean into corrupt: denoise; corrupt into clean: noise.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")]
 Out = Annotated[Path | None, typer.Option("--out", help="A folder for the whole table (parquet, CSV) and pictures.")]
 PerPrompt = Annotated[

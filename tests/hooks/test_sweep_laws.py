@@ -42,39 +42,23 @@ from hooks import (
     zero,
 )
 from hooks.edits import PER_SLOT
-from probe import TINY, Dims, ProbeError, load, random_weights
+from probe import TINY, ProbeError, load, random_weights
 from probe.engine import compute
 from probe.errors import BadEdit, BadText, OutOfRange, ShapeMismatch, UnknownDim, UnknownTensor
 from probe.weights import weight_sites
 from tests.hooks.small import close
+from tests.hooks.test_sweep import KEEP, SHORT, TOKENS, base, draw, randn
 from tests.hooks.twin import LOGITS, Ask, agree, one_by_one, swept
 
-DIMS = Dims(
-    d=40, r_q=20, r_kv=16, h=3, n=8, r=4, v=10, f=56, e=8, k=3, m=16, m_s=12, V=40, moe=(False, True),
-    eps=1e-6, scaling=2.5, norm_topk=True, n_group=2, topk_group=1, theta=1e3, yarn=None,
-)  # fmt: skip
+DIMS = SHORT["latent"]
 MODELS = {
     "latent": HookedModel(random_weights(DIMS, 3)),
     "direct": HookedModel(random_weights(replace(DIMS, r_q=None, moe=(True, False), n_group=1), 4)),
 }
 MODEL = MODELS["latent"]
-KEEP = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] * 6 + [0]]).bool()
 
-
-def draw(rows: int, length: int, seed: int) -> Tensor:
-    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-TOKENS, OTHER = draw(3, 7, 1), draw(3, 7, 2)
+OTHER = draw(3, 7, 2)
 both = pytest.mark.parametrize("kind", MODELS)
-
-
-def base() -> Live:
-    return Live(TOKENS, KEEP)
-
-
-def randn(*shape: int, seed: int = 6) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def dictionary(width: int) -> Dictionary:
