@@ -16,6 +16,7 @@ hypothesis.settings.load_profile("steady")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="without CUDA, fail gpu tests, not skip them")
+    parser.addoption("--long", action="store_true", help="also the long tests: whole tables, fuzz and simulations")
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -31,6 +32,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         missing = pytest.fail if item.config.getoption("--require-gpu") else pytest.skip
         missing("no CUDA device")
+    if item.get_closest_marker("long") and not item.config.getoption("--long"):
+        pytest.skip("long: run with --long")
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that has a short and a long form takes the long one."""
+    return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture(autouse=True)
