@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hooks.apply import At
 from hooks.attend import Packed, attend_worlds
 from hooks.cells import Live, Look, Outcome, Read
 from hooks.edits import SCORES, Freeze
@@ -280,29 +281,33 @@ class Walk:
         return getattr(self.dims, need) if leaf is not None and leaf.kind == "constant" else None
 
     def _edited_weights(self, row: Step, stream: Stream, trim: bool) -> None:
-        """Cells with an edited weight make the step anew with it, at every position."""
+        """Cells with edited weights make the step anew with all that it reads of them, at every position."""
+        edited: dict[int, dict[str, list[At]]] = {}
         for need in row.needs:
             for cell, ats in stream.by_site.get(Site(self.block, need), {}).items() if need in self.card.leaves else ():
-                if not ats[0].is_weight:
-                    continue
+                if ats[0].is_weight:
+                    edited.setdefault(cell, {})[need] = ats
+        for cell, mine in edited.items():
+            made = compute(row, self._whole_args(row, stream, cell, mine), self.card.leaves, self.numerics)
+            stream.enter(row.name, [stream.new(cell, made, stream.grid(row.name, cell))], trim=trim)
+
+    def _whole_args(self, row: Step, stream: Stream, cell: int, edited: Mapping[str, Sequence[At]]) -> list[Any]:
+        """What a step reads of a cell at every position, with the weights that the cell edits."""
+        args: list[Any] = []
+        for need in row.needs:
+            leaf = self.card.leaves.get(need)
+            if leaf is not None and leaf.kind == "weight":
                 weight = self.weights.read(self.block, need)
-                for at in ats:
+                for at in edited.get(need, ()):
                     weight = at(weight, {})
-                args: list[Any] = []
-                for name in row.needs:
-                    leaf = self.card.leaves.get(name)
-                    if name == need:
-                        args.append(weight)
-                    elif leaf is not None and leaf.kind == "weight":
-                        args.append(self.weights.read(self.block, name))
-                    elif (constant := self._constant(name)) is not None:
-                        args.append(constant)
-                    elif name == "R":
-                        args.append(Rotation(*(part[: stream.length] for part in self.R)))
-                    else:
-                        args.append(stream.grid(name, cell, row.name))
-                made = compute(row, args, self.card.leaves, self.numerics)
-                stream.enter(row.name, [stream.new(cell, made, stream.grid(row.name, cell))], trim=trim)
+                args.append(weight)
+            elif (constant := self._constant(need)) is not None:
+                args.append(constant)
+            elif need == "R":
+                args.append(Rotation(*(part[: stream.length] for part in self.R)))
+            else:
+                args.append(stream.grid(need, cell, row.name))
+        return args
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
