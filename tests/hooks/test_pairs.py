@@ -69,14 +69,15 @@ def pairs(model: HookedModel, live: Live, block: int, long: bool) -> Iterator[tu
 
 def together(model: HookedModel, ask: Ask) -> None:
     """The sweep's cells equal runs; a pair that one refuses, the other refuses too."""
-    cells = []
+    refused = []
     for cell in ask.cells:
         try:
             model.run(TOKENS, KEEP, edits=[_of_a_run(model, edit, ask) for edit in cell.edits])
         except ProbeError as fact:
-            assert refusal(model, Ask(ask.base, [cell], ask.sources)) is type(fact), cell.edits
-            continue
-        cells.append(cell)
+            refused.append((cell, type(fact)))
+    for cell, kind in refused:
+        assert refusal(model, Ask(ask.base, [cell], ask.sources)) is kind, cell.edits
+    cells = [cell for cell in ask.cells if cell not in [other for other, _ in refused]]
     assert len(cells) > len(ask.cells) // 2
     agree(model, Ask(ask.base, cells, ask.sources, want=ask.want))
 
