@@ -4,11 +4,14 @@ A world's keys and values at the positions that it has changed are its own, all 
 the same positions and ask for the same queries go together: one product with the base's keys for all of them, one with
 their own. So do worlds that nearly do, where that is less than another product costs: there each has the base's rows
 in the places that others have changed, and what it didn't ask for is thrown away.
+
+Scores grow with worlds × heads × queries × keys, so a group goes in pieces of bounded bytes: some prompts at a time,
+some worlds of a prompt, or some queries of a world.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +29,10 @@ COPIED = 32
 """Multiplications that take about as long as a number's copy."""
 
 
+PIECE = 1 << 25
+"""Bytes that a piece takes at most, where memory allows: larger ones are no faster."""
+
+
 class Packed(NamedTuple):
     """A packed value, [1 N ·], and its rows."""
 
@@ -41,7 +48,18 @@ class Kind(NamedTuple):
     asked: npt.NDArray[np.bool_]
 
 
-def attend_worlds(Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float) -> Tensor:
+class Piece(NamedTuple):
+    """Worlds, as many on each of some prompts, with what they changed and ask for: [T] both, to the last one asked."""
+
+    worlds: list[int]
+    prompts: list[int]
+    changed: npt.NDArray[np.bool_]
+    asked: npt.NDArray[np.bool_]
+
+
+def attend_worlds(
+    Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, most: int = PIECE
+) -> Tensor:
     """O of the worlds' queries, [1 N h v].
 
     Scores are made and rounded as in `probe.numerics.attend`; the two partial mixes are added in fp32.
@@ -50,23 +68,32 @@ def attend_worlds(Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tenso
         Q: the queries asked for, [1 N h q].
         K, V: the worlds' own keys and values, of one layout.
         base_K, base_V: the base's, [B T h ·]; world w stands on row w mod B.
+        most: bytes that are taken at a time, beside what is given and returned; one query's scores at the least.
     """
     _, N, h, q = Q.value.shape
     out = Q.value.new_empty(N + 1, h, base_V.shape[-1])  # the last takes what none asked for
-    future = torch.ones(base_K.shape[1], base_K.shape[1], dtype=torch.bool, device=out.device).triu(1)
     for kind in _merged(_kinds(Q.layout, K.layout), h * (q + base_V.shape[-1])):
-        changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (kind.changed, kind.asked))
-        shared = _but(changed, asked)
-        order = torch.cat([shared, changed]) if isinstance(shared, Tensor) else slice(0, int(asked[-1]) + 1)
-        hidden = future[asked][:, order]
         for worlds, prompts in _by_prompt(kind.worlds, len(base_K)):
-            queries = _of(Q, worlds, asked)
-            keys, values = _of(K, worlds, changed, base_K), _of(V, worlds, changed, base_V)
-            everyone = prompts == list(range(len(base_K)))
-            theirs = [_taken(base if everyone else base[prompts], shared) for base in (base_K, base_V)]
-            made = _attend(queries, keys, values, theirs[0], theirs[1], tau, hidden)
-            _put(out, Q.layout, worlds, asked, made)
+            for piece in _pieces(worlds, prompts, kind, h * (q + base_V.shape[-1]), h, most):
+                _attend_piece(out, piece, Q, K, V, base_K, base_V, tau)
     return out[None, :N]
+
+
+def _attend_piece(
+    out: Tensor, piece: Piece, Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float
+) -> None:
+    """Some queries of some worlds, written to their places."""
+    changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (piece.changed, piece.asked))
+    shared = _but(changed, asked)
+    order = torch.arange(int(asked[-1]) + 1, device=out.device)
+    if isinstance(shared, Tensor):
+        order = torch.cat([shared, changed])
+    everyone = piece.prompts == list(range(len(base_K)))
+    theirs = [_taken(base if everyone else _some(base, piece.prompts), shared) for base in (base_K, base_V)]
+    queries = _of(Q, piece.worlds, asked)
+    keys, values = _of(K, piece.worlds, changed, base_K), _of(V, piece.worlds, changed, base_V)
+    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, order > asked[:, None])
+    _put(out, Q.layout, piece.worlds, asked, made)
 
 
 def _kinds(asked: Layout, changed: Layout) -> list[Kind]:
@@ -130,6 +157,46 @@ def _by_prompt(worlds: list[int], batch: int) -> list[tuple[list[int], list[int]
     return [(some, [prompt]) for prompt, some in by.items()]
 
 
+def _pieces(worlds: list[int], prompts: list[int], kind: Kind, width: int, heads: int, most: int) -> Iterator[Piece]:
+    """A group in pieces that take ``most`` bytes each; keys behind the last query of a piece are left out.
+
+    Args:
+        worlds: as many on each prompt, prompt after prompt.
+        width: numbers of a query or key and a value, over all heads.
+    """
+    asked, each = kind.asked.nonzero()[0], len(worlds) // len(prompts)
+    a_query = 4 * 2 * (width + heads * _end(kind.asked))  # fp32; scores and pattern, two copies of what is gathered
+    a_world = len(asked) * a_query + 4 * 2 * width * int(kind.changed.sum())
+    a_prompt = each * a_world + (4 * width * _end(kind.asked) if len(prompts) > 1 else 0)
+    many, few, queries = (max(1, most // bytes) for bytes in (a_prompt, a_world, a_query))
+    whole = a_world <= most
+    for i in range(0, len(prompts), many):
+        some = prompts[i : i + many]
+        here = worlds[i * each : (i + many) * each]
+        if a_prompt <= most:
+            yield Piece(here, some, kind.changed, kind.asked)
+            continue
+        for j in range(0, each, few):
+            if whole:
+                yield Piece(here[j : j + few], some, kind.changed, kind.asked)
+                continue
+            for k in range(0, len(asked), queries):
+                yield Piece([here[j]], some, *_up_to(kind, asked[k : k + queries]))
+
+
+def _up_to(kind: Kind, queries: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """What was changed before the last of some queries, and these."""
+    asked, changed = np.zeros_like(kind.asked), kind.changed.copy()
+    asked[queries] = True
+    changed[queries[-1] + 1 :] = False
+    return changed, asked
+
+
+def _some(base: Tensor, prompts: list[int]) -> Tensor:
+    """Some rows of the base; one is a view."""
+    return base[prompts[0] : prompts[0] + 1] if len(prompts) == 1 else base[prompts]
+
+
 def _taken(base: Tensor, positions: Tensor | slice) -> Tensor:
     return base[:, positions] if isinstance(positions, slice) else base.index_select(1, positions)
 
@@ -141,8 +208,7 @@ def _of(own: Packed, worlds: list[int], places: Tensor, base: Tensor | None = No
         base: has the rows that they lack, [B T ·]; None: these mean nothing.
     """
     rows, layout, count = own.value[0], own.layout, len(places)
-    if _together(layout, worlds, count):
-        first = layout.starts[worlds[0]]
+    if (first := _first(layout, worlds, places)) is not None:
         return rows[first : first + count * len(worlds)].view(len(worlds), count, *rows.shape[1:])
     index = _index(layout, worlds, places)
     found = rows.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *rows.shape[1:])
@@ -156,18 +222,24 @@ def _of(own: Packed, worlds: list[int], places: Tensor, base: Tensor | None = No
 def _put(out: Tensor, layout: Layout, worlds: list[int], places: Tensor, made: Tensor) -> None:
     """[worlds, places, ·] to where `_of` would find it; to the last row, where it wouldn't."""
     flat = made.flatten(0, 1)
-    if _together(layout, worlds, len(places)):
-        first = layout.starts[worlds[0]]
+    if (first := _first(layout, worlds, places)) is not None:
         out[first : first + len(flat)] = flat
     else:
         out.index_copy_(0, _index(layout, worlds, places).flatten() % len(out), flat)
 
 
-def _together(layout: Layout, worlds: list[int], count: int) -> bool:
-    """Whether worlds have so many rows each, one behind the other: others may stand between them."""
-    first = layout.starts[worlds[0]]
+def _first(layout: Layout, worlds: list[int], places: Tensor) -> int | None:
+    """The row where worlds' rows at some places begin, if they stand there one behind the other and are all that these
+    worlds have (of one world, others may be before and behind); None: they don't."""
+    count, first = len(places), layout.starts[worlds[0]]
+    if len(worlds) == 1:
+        index = layout.table[worlds[0], places]
+        first = int(index[0]) if count else 0
+        expected = torch.arange(first, first + count, device=index.device)
+        return first if first >= 0 and torch.equal(index, expected) else None
     bounds = (layout.starts[world : world + 2] for world in worlds)
-    return all([a, b] == [first + i * count, first + (i + 1) * count] for i, (a, b) in enumerate(bounds))
+    together = all([a, b] == [first + i * count, first + (i + 1) * count] for i, (a, b) in enumerate(bounds))
+    return first if together else None
 
 
 def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:
@@ -193,6 +265,7 @@ def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau
     to_base = (Q.view(P * h, g * nq, q) @ base_K.mT).view(P * h, g, nq, nu)
     to_own = (Q @ K.mT).view(P * h, g, nq, own)
     S = torch.cat([to_base, to_own], dim=-1).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
+    del to_base, to_own
     A = torch.softmax(S, dim=-1, dtype=torch.float32).to(act).to(wide)
     O = (A[..., :nu].view(P * h, g * nq, nu) @ base_V).view(P * h * g, nq, -1)
     O.baddbmm_(A[..., nu:].view(P * h * g, nq, own), V)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hooks.apply import At, bound, check_no_cut
+from hooks.attend import PIECE
 from hooks.cells import BUDGET, Cell, Live, Read
 from hooks.edits import SCORES, Freeze
 from hooks.layout import Layout
@@ -40,6 +41,7 @@ class Staged:
         looked: all sites that are shown of anybody; `last` is the part of the last of them.
         trimmed: parts in which only the positions read matter.
         used: for each source the last part in which cells take from it.
+        lasting: tensors of a part that edits after their last reader may still ask for.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class Staged:
         self.sources = [self._root(live, self.base) for live in sources]
         self.roots = [self.base, *self.sources]
         self.used = [max(map(self.sites.depth, self.taken_from(live, ats)), default=-2) for live in sources]
+        self.piece = PIECE
+        redo = any(getattr(at.edit.how, "rotate", None) == "redo" for some in ats for at in some)
+        self.lasting = frozenset(("experts", "choice_score", *(("Q_C", "Q_pe", "K_C", "k_pe") if redo else ())))
         self.chunks, self.members = self._chunked(ats, budget)
         self.ats = ats
 

@@ -130,9 +130,10 @@ class Stream:
         if own is None or not bool(own.layout.mask[here].any()):
             return self._of_whole_base(name, reader)
         index = own.layout.table[here]
+        if own.layout.whole and self.cells == 1:
+            return own.value.view(*index.shape, *own.value.shape[2:])
         if self.base is None:
-            whole = own.layout.whole and self.cells == 1
-            return own.value.view(*index.shape, *own.value.shape[2:]) if whole else own.value[0, index.clamp(min=0)]
+            return own.value[0, index.clamp(min=0)]
         return self._over(self._of_whole_base(name, reader), own, index)
 
     def _of_whole_base(self, name: str, reader: str) -> Tensor:

@@ -19,7 +19,7 @@ from hooks.stream import Stream, fitted
 from probe.card import Step
 from probe.engine import Plan, compute, plan
 from probe.errors import Unmatched
-from probe.numerics import Rotation, attend, causal_mask, mix, pattern, rotation, scores
+from probe.numerics import Rotation, attend, causal_mask, mix, pattern, query_chunks, rotation, scores
 from probe.sites import Site
 
 FEW = 512
@@ -63,16 +63,17 @@ class Walk:
                 stream.idle = self._untaken(live, part) if live.read is None and used == part else frozenset()
         for live, stream in zip(self.asked.lives, self.asked.roots, strict=True):
             live.cache.stream, live.cache.block = stream, block
-        for i, chunk in enumerate(self.asked.chunks or [Stream(self.base.rows, self.base, [], self.device)]):
+        chunks = self.asked.chunks or [Stream(self.base.rows, self.base, [], self.device)]
+        for i, chunk in enumerate(chunks):
             members = self.asked.members[i] if self.asked.members else []
             roots = running if i == 0 else []
             chunk.useful = self._useful(chunk, members)
             self._arrive(block, roots, chunk, members)
             for row, drops in zip(todo.steps, todo.drops, strict=True):
                 self._step(row, roots, chunk, members, held)
-                for name in drops:
-                    if name not in ("experts", "choice_score"):
-                        chunk.drop(name)
+                for stream in (chunk, *(running if chunk is chunks[-1] else ())):
+                    for name in set(drops) - self.asked.lasting:
+                        stream.drop(name)
             self._leave(chunk)
         for stream in running:
             if stream.unmatched:
@@ -167,7 +168,7 @@ class Walk:
         if block is not None:
             for stream in (*roots, chunk):
                 stream.edit(Site(block, "x_n"))
-            self._shown("x_n", roots, [(chunk, members)])
+            self._shown("x_n", roots, chunk, members)
 
     def _leave(self, stream: Stream) -> None:
         """Only the residual stream goes on, under the next part's name for it."""
@@ -184,6 +185,8 @@ class Walk:
         if row.name == "O":
             for stream in streams[:-1]:
                 self._attend_whole(stream)
+            for name in SCORES if self.explicit else ():
+                self._show_roots(Site(self.block, name), roots)
             self._attend(chunk, members)
         else:
             self._make(row, streams, held)
@@ -196,8 +199,7 @@ class Walk:
         if row.name == "experts":
             assert self.block is not None
             self.flips.count(chunk, members, self.block)
-        for name in (*(SCORES if row.name == "O" and self.explicit else ()), row.name):
-            self._shown(name, roots, [(chunk, members)])
+        self._shown(row.name, roots, chunk, members)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -316,7 +318,12 @@ class Walk:
         layout = self._attended(stream)
         if layout is None and not self.explicit:
             return
-        O = self._square(stream, 0) if self.explicit else attend(*self._heads(stream, 0), self._hidden(stream))
+        if self.explicit:
+            O = self._square(stream, 0)
+        else:
+            Q, K, V, tau = self._heads(stream, 0)
+            made = [attend(Q[:, rows], K, V, tau, self._hidden(stream, rows)) for rows in query_chunks(stream.length)]
+            O = torch.cat(made, dim=1)
         if layout is not None:
             stream.put("O", O[layout.places][None], layout)
         if stream.base is not None and any(Site(self.block, name) in stream.by_site for name in SCORES):
@@ -326,8 +333,8 @@ class Walk:
         Q, K, V = (stream.grid(name, cell, "O") for name in "QKV")
         return Q, K, V, self.dims.tau
 
-    def _hidden(self, stream: Stream) -> Tensor:
-        return causal_mask(stream.rows.keep, stream.length, self.dt, self.device)
+    def _hidden(self, stream: Stream, queries: slice = slice(None)) -> Tensor:
+        return causal_mask(stream.rows.keep, stream.length, self.dt, self.device, queries)
 
     def _square(self, stream: Stream, cell: int) -> Tensor:
         """O of a cell through S and A, which others may see and edit; [B T h v]."""
@@ -351,7 +358,8 @@ class Walk:
         mask &= stream.real.repeat(stream.cells, 1)
         if stream.needed is not None:
             mask &= stream.needed.mask
-        layout = Layout(mask)
+        known = next((part.layout for part in own if part is not None and torch.equal(part.layout.mask, mask)), None)
+        layout = Layout(mask) if known is None else known
         return layout if len(layout) else None
 
     def _attend(self, chunk: Stream, members: Sequence[int]) -> None:
@@ -369,6 +377,7 @@ class Walk:
                 self.base.grid("K"),
                 self.base.grid("V"),
                 self.dims.tau,
+                self.asked.piece,
             )
             chunk.put("O", O, layout)
         if not self.explicit:
@@ -380,32 +389,41 @@ class Walk:
             special |= set(layout.mask.view(chunk.cells, -1).any(-1).nonzero()[:, 0].tolist())
         for cell in sorted(special):
             O = self._square(chunk, cell)
+            for name in SCORES:
+                self._show_cell(Site(self.block, name), chunk, cell, members[cell])
+            chunk.squares.clear()
             chunk.enter("O", [chunk.new(cell, O, chunk.grid("O", cell))], trim=True)
 
     # ---- what comes of it ----------------------------------------------------------------------------------------
 
-    def _shown(self, name: str, roots: Sequence[Stream], chunks: Sequence[tuple[Stream, Sequence[int]]]) -> None:
+    def _shown(self, name: str, roots: Sequence[Stream], chunk: Stream, members: Sequence[int]) -> None:
         """Show a value to whoever asked for it."""
         site = Site(self.block, name)
-        if site not in self.asked.looked:
-            return
+        if site in self.asked.looked:
+            self._show_roots(site, roots)
+            for cell, i in enumerate(members):
+                self._show_cell(site, chunk, cell, i)
+
+    def _show_roots(self, site: Site, roots: Sequence[Stream]) -> None:
+        """Base and sources."""
         for stream in roots:
             live = self.asked.lives[self.asked.roots.index(stream)]
             read = self.asked.read if live is self.asked.lives[0] else live.read
             if read is None:
                 continue
             if site in self.asked.whole | (set().union(*self.asked.wholes) if live is self.asked.lives[0] else set()):
-                self.look(live, site, stream.grid(name, 0, stream.shown_to(site, 0)))
+                self.look(live, site, stream.grid(site.tensor, 0, stream.shown_to(site, 0)))
             elif site in self.asked.want:
                 self.look(live, site, self._at_reads(stream, site, 0, read))
-        for chunk, members in chunks:
-            for cell, i in enumerate(members):
-                if cell in chunk.unmatched:
-                    continue
-                if site in self.asked.whole or site in self.asked.wholes[i]:
-                    self.look(self.asked.cells[i], site, chunk.grid(name, cell, chunk.shown_to(site, cell)))
-                elif site in self.asked.want:
-                    self.look(self.asked.cells[i], site, self._at_reads(chunk, site, cell, self.asked.reads[i]))
+
+    def _show_cell(self, site: Site, chunk: Stream, cell: int, i: int) -> None:
+        """A cell of a batch, the i-th of all."""
+        if cell in chunk.unmatched:
+            return
+        if site in self.asked.whole or site in self.asked.wholes[i]:
+            self.look(self.asked.cells[i], site, chunk.grid(site.tensor, cell, chunk.shown_to(site, cell)))
+        elif site in self.asked.want:
+            self.look(self.asked.cells[i], site, self._at_reads(chunk, site, cell, self.asked.reads[i]))
 
     def _at_reads(self, stream: Stream, site: Site, cell: int, read: Read) -> Tensor:
         """[B R ·]: a cell's value at the positions read, shorter rows padded with their last."""

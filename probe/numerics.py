@@ -79,13 +79,20 @@ def position_ids(keep: Tensor | None, length: int, device: torch.device | None =
     return (keep.to(device=device, dtype=torch.long).cumsum(-1) - 1).clamp(min=0)
 
 
-def causal_mask(keep: Tensor | None, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def causal_mask(
+    keep: Tensor | None,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    queries: slice = slice(None),
+) -> Tensor:
     """The additive mask: 0 where a query may look, a number below all scores elsewhere (see `forbidden`).
 
     [T, S] without pads, [B, 1, T, S] with: pad keys are hidden from everyone. A pad query sees no key at all; its row
-    is then equal everywhere, so that softmax stays finite.
+    is then equal everywhere, so that softmax stays finite. Of these ``queries`` alone.
     """
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    places = torch.arange(length, device=device)
+    causal = places <= places[queries, None]
     allowed = causal if keep is None else causal & keep.to(device=device, dtype=torch.bool)[:, None, None, :]
     return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, forbidden(dtype))
 

@@ -37,9 +37,11 @@ def layout(draw: torch.Generator) -> Layout:
     return Layout(mask & (at < LENGTHS[:, None]).repeat(C, 1))
 
 
+@pytest.mark.parametrize("most", [1, 500, 3000, attend.PIECE])
 @pytest.mark.parametrize("call", [0, 1000, attend.CALL])
-def test_worlds_of_all_layouts(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether kinds go alone, some together, or all: also worlds whose rows others' stand between."""
+def test_worlds_of_all_layouts(call: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether kinds go alone, some together, or all: also worlds whose rows others' stand between. In pieces of a query,
+    of some queries, of worlds, of all."""
     monkeypatch.setattr(attend, "CALL", call)
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)
@@ -49,5 +51,5 @@ def test_worlds_of_all_layouts(call: int, monkeypatch: pytest.MonkeyPatch) -> No
         own = [torch.randn(1, n, h, width, generator=draw) for n, width in rows]
         shared = [torch.randn(B, T, h, width, generator=draw) for width in (q, v)]
         packed = [Packed(value, where) for value, where in zip(own, (asked, changed, changed), strict=True)]
-        ours = attend_worlds(*packed, *shared, 0.5)
+        ours = attend_worlds(*packed, *shared, 0.5, most)
         assert float((ours - one_by_one(*packed, *shared, 0.5)).abs().max()) < 1e-5, seed
