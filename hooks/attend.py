@@ -11,8 +11,8 @@ some worlds of a prompt, or some queries of a world.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hooks.layout import Layout
-from probe.numerics import forbidden
+from probe.numerics import QUERY_CHUNK, forbidden, query_chunks
 
 CALL = 1 << 21
 """Multiplications that take about as long as the calls which a further group of worlds needs."""
@@ -28,6 +28,10 @@ CALL = 1 << 21
 COPIED = 32
 """Multiplications that take about as long as a number's copy."""
 
+
+MAPPED = 1 << 25
+"""A block of more bytes is mapped by itself: what isn't used of it takes nothing, and it is given back whole. Smaller
+ones of ever other sizes leave the heap in splinters, of three times their bytes."""
 
 PIECE = 1 << 25
 """Bytes that a piece takes at most, where memory allows: larger ones are no faster."""
@@ -56,6 +60,12 @@ class Piece(NamedTuple):
     changed: npt.NDArray[np.bool_]
     asked: npt.NDArray[np.bool_]
 
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key, over all worlds."""
+        keys = int((self.changed | (np.arange(len(self.asked)) < _end(self.asked))).sum())
+        return len(self.worlds) * int(self.asked.sum()) * keys
+
 
 def attend_worlds(
     Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, most: int = PIECE
@@ -72,15 +82,50 @@ def attend_worlds(
     """
     _, N, h, q = Q.value.shape
     out = Q.value.new_empty(N + 1, h, base_V.shape[-1])  # the last takes what none asked for
-    for kind in _merged(_kinds(Q.layout, K.layout), h * (q + base_V.shape[-1])):
-        for worlds, prompts in _by_prompt(kind.worlds, len(base_K)):
-            for piece in _pieces(worlds, prompts, kind, h * (q + base_V.shape[-1]), h, most):
-                _attend_piece(out, piece, Q, K, V, base_K, base_V, tau)
+    pieces = [
+        piece
+        for kind in _merged(_kinds(Q.layout, K.layout), h * (q + base_V.shape[-1]))
+        for worlds, prompts in _by_prompt(kind.worlds, len(base_K))
+        for piece in _pieces(worlds, prompts, kind, h * (q + base_V.shape[-1]), h, most)
+    ]
+    numbers = h * max((piece.pairs for piece in pieces), default=0)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    room = _room(numbers, wide, out.device), _room(numbers, wide, out.device)
+    for piece in pieces:
+        _attend_piece(out, piece, Q, K, V, base_K, base_V, tau, room)
     return out[None, :N]
 
 
+Room = tuple[Tensor, Tensor]
+"""Where scores are made, and where their pattern is."""
+
+
+def attend_rows(Q: Tensor, K: Tensor, V: Tensor, tau: float, mask: Callable[[slice], Tensor]) -> Tensor:
+    """O of whole rows, [B T h v]: `probe.numerics.attend` to the bit, in bounded room.
+
+    Args:
+        mask: gives the additive mask of a slice of queries.
+    """
+    (B, T, h, _), keys, values = Q.shape, K.permute(0, 2, 3, 1), V.transpose(1, 2)
+    numbers = B * h * min(T, QUERY_CHUNK) * K.shape[1]
+    room = _room(numbers, Q.dtype, Q.device), _room(numbers, torch.float32, Q.device)
+    O = V.new_empty(B, T, h, V.shape[-1])
+    for rows in query_chunks(T):
+        queries = Q[:, rows].transpose(1, 2)
+        S, A = (part[: queries[..., 0].numel() * K.shape[1]].view(*queries.shape[:-1], -1) for part in room)
+        torch.matmul(queries, keys, out=S).mul_(tau).add_(mask(rows))
+        torch.softmax(S, dim=-1, dtype=torch.float32, out=A)
+        O[:, rows] = (A.to(S.dtype) @ values).transpose(1, 2)
+    return O
+
+
+def _room(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for so many numbers, made once for all chunks or pieces."""
+    return torch.empty(max(numbers, MAPPED // dtype.itemsize + 1), dtype=dtype, device=device)
+
+
 def _attend_piece(
-    out: Tensor, piece: Piece, Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float
+    out: Tensor, piece: Piece, Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, room: Room
 ) -> None:
     """Some queries of some worlds, written to their places."""
     changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (piece.changed, piece.asked))
@@ -92,7 +137,7 @@ def _attend_piece(
     theirs = [_taken(base if everyone else _some(base, piece.prompts), shared) for base in (base_K, base_V)]
     queries = _of(Q, piece.worlds, asked)
     keys, values = _of(K, piece.worlds, changed, base_K), _of(V, piece.worlds, changed, base_V)
-    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, order > asked[:, None])
+    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, order > asked[:, None], room)
     _put(out, Q.layout, piece.worlds, asked, made)
 
 
@@ -126,6 +171,26 @@ def _merged(kinds: Sequence[Kind], width: int) -> list[Kind]:
     return [Kind(sorted(kind.worlds), kind.changed, kind.asked) for kind in made]
 
 
+def largest_group(
+    alike: npt.NDArray[np.float64], count: npt.NDArray[np.int64], length: int, width: int
+) -> tuple[int, npt.NDArray[np.float64]]:
+    """How many worlds go together at the most, and what one of them asks for: as `_merged` finds it, from counts alone.
+
+    Args:
+        alike: [kinds, 2], queries and own keys of a world, in rising order; the keys seen are taken to be ``length``.
+        count: [kinds], worlds.
+    """
+    worlds, most, found = 0, 0.0, np.zeros(2)
+    last = 0.0
+    for some, n in zip(alike, count.tolist(), strict=True):
+        each = width * (some[0] * length + COPIED * some[1])
+        together = (worlds + n) * each
+        worlds, last = (worlds + n, together) if worlds and together < last + n * each + CALL else (n, n * each)
+        if last > most:
+            most, found, largest = last, some, worlds
+    return (largest, found) if most else (0, found)
+
+
 def _cost(kind: Kind, width: int) -> int:
     """Of a group, in multiplications."""
     pairs = int(kind.asked.sum()) * _end(kind.asked)
@@ -157,6 +222,18 @@ def _by_prompt(worlds: list[int], batch: int) -> list[tuple[list[int], list[int]
     return [(some, [prompt]) for prompt, some in by.items()]
 
 
+def attention_bytes(queries: Any, keys: float, own: Any, width: int, heads: int) -> Any:
+    """What attention takes at a time, in fp32: scores and their pattern, and of all that is gathered two copies.
+
+    Args:
+        queries: how many there are.
+        keys: that each query sees.
+        own: keys of the worlds' own.
+        width: numbers of a query or key and a value, over all heads.
+    """
+    return 4 * 2 * (queries * (width + heads * keys) + own * width)
+
+
 def _pieces(worlds: list[int], prompts: list[int], kind: Kind, width: int, heads: int, most: int) -> Iterator[Piece]:
     """A group in pieces that take ``most`` bytes each; keys behind the last query of a piece are left out.
 
@@ -164,10 +241,10 @@ def _pieces(worlds: list[int], prompts: list[int], kind: Kind, width: int, heads
         worlds: as many on each prompt, prompt after prompt.
         width: numbers of a query or key and a value, over all heads.
     """
-    asked, each = kind.asked.nonzero()[0], len(worlds) // len(prompts)
-    a_query = 4 * 2 * (width + heads * _end(kind.asked))  # fp32; scores and pattern, two copies of what is gathered
-    a_world = len(asked) * a_query + 4 * 2 * width * int(kind.changed.sum())
-    a_prompt = each * a_world + (4 * width * _end(kind.asked) if len(prompts) > 1 else 0)
+    asked, each, keys = kind.asked.nonzero()[0], len(worlds) // len(prompts), _end(kind.asked)
+    a_query = int(attention_bytes(1, keys, 0, width, heads))
+    a_world = int(attention_bytes(len(asked), keys, int(kind.changed.sum()), width, heads))
+    a_prompt = each * a_world + (4 * width * keys if len(prompts) > 1 else 0)  # whose keys and values are copied
     many, few, queries = (max(1, most // bytes) for bytes in (a_prompt, a_world, a_query))
     whole = a_world <= most
     for i in range(0, len(prompts), many):
@@ -247,14 +324,19 @@ def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:
     return layout.table[torch.tensor(worlds, device=places.device)][:, places]
 
 
-def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau: float, hidden: Tensor) -> Tensor:
+def _attend(
+    Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau: float, hidden: Tensor, room: Room
+) -> Tensor:
     """[G nq h v]: G worlds, as many on each of the prompts whose shared keys are ``base_K``, [P nu h q].
 
     Products are made in fp32 (small ones in bf16 are slower on a CPU) and rounded as if they weren't.
+
+    Args:
+        room: where the scores and their pattern are made, at least in fp32.
     """
     G, nq, h, q = Q.shape
     P, nu = base_K.shape[:2]
-    g, own, act, wide = G // P, K.shape[1], Q.dtype, torch.promote_types(Q.dtype, torch.float32)
+    g, own, act, wide = G // P, K.shape[1], Q.dtype, room[0].dtype
 
     def by_head(x: Tensor) -> Tensor:
         x = x.to(wide).view(P, g, *x.shape[1:]).permute(0, 3, 1, 2, 4)
@@ -262,11 +344,16 @@ def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau
 
     Q, K, V = by_head(Q), by_head(K), by_head(V)
     base_K, base_V = (x.to(wide).transpose(1, 2).flatten(0, 1) for x in (base_K, base_V))
-    to_base = (Q.view(P * h, g * nq, q) @ base_K.mT).view(P * h, g, nq, nu)
-    to_own = (Q @ K.mT).view(P * h, g, nq, own)
-    S = torch.cat([to_base, to_own], dim=-1).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
-    del to_base, to_own
-    A = torch.softmax(S, dim=-1, dtype=torch.float32).to(act).to(wide)
+    shape, to_base, to_own = (P * h, g, nq, nu + own), G * h * nq * nu, G * h * nq * own
+    first, second = room[0][: to_base + to_own], room[1][: to_base + to_own].view(shape)
+    torch.bmm(Q.view(P * h, g * nq, q), base_K.mT, out=first[:to_base].view(P * h, g * nq, nu))
+    torch.bmm(Q, K.mT, out=first[to_base:].view(P * h * g, nq, own))
+    parts = first[:to_base].view(P * h, g, nq, nu), first[to_base:].view(P * h, g, nq, own)
+    S = torch.cat(parts, dim=-1, out=second).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
+    pattern = first.view(shape) if wide == torch.float32 else None  # the softmax is made in fp32, whatever the dtype
+    A = torch.softmax(S, dim=-1, dtype=torch.float32, out=pattern)
+    del S
+    A = A if act == A.dtype else second.copy_(A.to(act))
     O = (A[..., :nu].view(P * h, g * nq, nu) @ base_V).view(P * h * g, nq, -1)
     O.baddbmm_(A[..., nu:].view(P * h * g, nq, own), V)
     return O.view(P, h, g, nq, -1).permute(0, 2, 3, 1, 4).reshape(G, nq, h, -1).to(act)

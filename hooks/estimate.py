@@ -15,7 +15,7 @@ from hooks.keep import Keep, Keeper, Reduce
 from hooks.where import Index, Rows, Spans
 from probe.card import Card, letters
 from probe.engine import Plan, plan
-from probe.errors import ProbeError, TooLarge
+from probe.errors import BadEdit, ProbeError, TooLarge
 from probe.memory import byte_count
 from probe.numerics import QUERY_CHUNK
 from probe.sites import Site
@@ -77,12 +77,26 @@ def estimate(
     return of(model, rows, Keep(names_filter, None, dtype, pos, reduce), gradients)
 
 
+def check_budget(budget: Any) -> int:
+    """A budget in bytes, at least one.
+
+    Raises:
+        BadEdit: it is no positive number.
+    """
+    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if not number or not 1 <= budget < math.inf:
+        raise BadEdit(f"budget={budget!r}: a budget is a positive number of bytes, as 2 << 30 for 2 GiB.")
+    return int(budget)
+
+
 def check_fits(model: HookedModel, rows: Rows, keep: Keep, budget: int, gradients: bool = False) -> None:
     """Refuse a run that would take more than ``budget`` bytes.
 
     Raises:
         TooLarge: with the numbers, and what can be done.
+        BadEdit: see `check_budget`.
     """
+    budget = check_budget(budget)
     found = of(model, rows, keep, gradients)
     if found.total > budget:
         raise TooLarge(

@@ -3,9 +3,10 @@ is shown of it, and which cells go together."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,21 +15,17 @@ from hooks.apply import At, bound, check_no_cut
 from hooks.attend import PIECE
 from hooks.cells import BUDGET, Cell, Live, Read
 from hooks.edits import SCORES, Freeze
+from hooks.estimate import check_budget
+from hooks.forecast import Forecast
 from hooks.layout import Layout
 from hooks.run import check_stream
 from hooks.stream import Stream
-from probe.card import Card
-from probe.engine import plan
+from probe.engine import Plan, plan
 from probe.errors import BadEdit, OutOfRange
 from probe.sites import Site
-from probe.weights import weight_shape
 
 if TYPE_CHECKING:
     from hooks.model import HookedModel
-
-NEAR = 1 << 28
-"""Bytes of rows beyond which a CPU loses more by fetching them, and by fresh memory, than larger products save; unless
-a block's weights, which every batch reads, are more than that."""
 
 
 class Staged:
@@ -87,11 +84,52 @@ class Staged:
         self.sources = [self._root(live, self.base) for live in sources]
         self.roots = [self.base, *self.sources]
         self.used = [max(map(self.sites.depth, self.taken_from(live, ats)), default=-2) for live in sources]
-        self.piece = PIECE
         redo = any(getattr(at.edit.how, "rotate", None) == "redo" for some in ats for at in some)
         self.lasting = frozenset(("experts", "choice_score", *(("Q_C", "Q_pe", "K_C", "k_pe") if redo else ())))
-        self.chunks, self.members = self._chunked(ats, budget)
         self.ats = ats
+        budget = check_budget(budget)
+        self.piece = min(PIECE, budget // 8)
+        self.forecast = Forecast(self, budget)
+        self.members = self.forecast.members
+        self.chunks = [Stream(base.rows, self.base, [ats[i] for i in part], self.device) for part in self.members]
+
+    # ---- its parts -----------------------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> range:
+        """The parts that are walked: -1 the embedding, then the blocks, behind them the head."""
+        return range(self.first, min(self.last, self.dims.blocks) + 1)
+
+    def plan(self, part: int) -> Plan:
+        """The steps of a part: towards what is passed on, looked at, or edited."""
+        here = [site.tensor for site in self.looked if self.sites.depth(site) == part]
+        edited = self._edited(part)
+        ends = {-1: ["x_0"], self.dims.blocks: []}.get(part, ["x_next"])
+        want = ["O" if name in SCORES else name for name in here] + (ends if part < self.last else [])
+        given = {-1: ("tokens",), self.dims.blocks: ("x_L",)}.get(part, ("x_n", "R", "M"))
+        edited = {"O" if name in SCORES else name for name in edited} - {"x_n"}
+        return plan(self.sites.card(self.block(part)), want or ends, given, edited, exact=False)
+
+    def explicit(self, part: int) -> bool:
+        """Whether scores are made whole, cell by cell: somebody sees or edits them."""
+        here = {site.tensor for site in self.looked if self.sites.depth(site) == part}
+        return bool((here | self._edited(part)) & set(SCORES))
+
+    def block(self, part: int) -> int | None:
+        """The block that a part is; None: it is around them."""
+        return part if 0 <= part < self.dims.blocks else None
+
+    def _edited(self, part: int) -> set[str]:
+        """What is edited in a part, and the readers that edits name."""
+        return {name for at in self._edits_of[part] for name in (at.site.tensor, *at.into)}
+
+    @cached_property
+    def _edits_of(self) -> dict[int, list[At]]:
+        """The edits of activations, by part."""
+        made: dict[int, list[At]] = defaultdict(list)
+        for at in (at for ats in (*self.root_ats, *self.ats) for at in ats if not at.is_weight):
+            made[self.sites.depth(at.site)].append(at)
+        return made
 
     def _bind(self, base: Live, sources: Sequence[Live]) -> list[list[At]]:
         """The cells' edits, bound and checked; the roots' own are kept with them."""
@@ -190,39 +228,6 @@ class Staged:
             made.put("x_n" if self.first >= 0 else "tokens", start[world, pos][None], layout)
         return made
 
-    def _chunked(self, ats: Sequence[Sequence[At]], budget: int) -> tuple[list[Stream], list[list[int]]]:
-        """The cells in batches whose rows fit the budget, and which cells each holds.
-
-        Cells that start at the same positions stand together, so that their attention is one product.
-        """
-        each = self.bytes_per_row()
-        if self.device.type == "cpu" and self.model.decoder.weights.resident:
-            weights = max(_bytes(card, self.dims, self.starts[0]) for card in self.sites.cards)
-            budget = min(budget, max(NEAR, weights))
-        self.sizes = sizes = [self._most(i, some) for i, some in enumerate(ats)]
-        rows = [int(after(some, self.base).sum()) for some in ats]
-        members: list[list[int]] = []
-        full = budget
-        for i in sorted(range(len(ats)), key=lambda i: -rows[i]):
-            if full + sizes[i] * each > budget:
-                members.append([])
-                full = 0
-            members[-1].append(i)
-            full += sizes[i] * each
-        return [Stream(self.base.rows, self.base, [ats[i] for i in part], self.device) for part in members], members
-
-    def _most(self, i: int, ats: Sequence[At]) -> int:
-        """The most rows that a cell may come to hold at a time."""
-        first = min(map(self.sites.depth, (at.site for at in ats)), default=self.last)
-        if all(part in self.trimmed for part in range(first, self.last + 1)):
-            named = sum(int(_named(at, self.base).sum()) for at in ats)
-            return max(named, sum(map(len, self.reads[i])))
-        return int(after(ats, self.base).sum())
-
-    def bytes_per_row(self) -> int:
-        """The most that one row takes in a block: all values that are alive at one time."""
-        return max(_peak(card, self.dims, self.starts[0]) for card in set(self.sites.cards))
-
 
 def _checked_read(base: Live, read: Read | None) -> list[list[int]]:
     """Real positions for each prompt; None: its last."""
@@ -235,50 +240,3 @@ def _checked_read(base: Live, read: Read | None) -> list[list[int]]:
         if not len(places) or min(places) < 0 or max(places) >= length:
             raise OutOfRange(f"prompt {b} has positions 0 to {length - 1}, and {list(places)} are read.")
     return [list(places) for places in read]
-
-
-def after(ats: Sequence[At], base: Stream) -> Tensor:
-    """[B T]: the rows that a cell may come to hold, the real positions from its first edited one on."""
-    mask = torch.zeros(base.batch, base.length, dtype=torch.bool)
-    for at in ats:
-        mask |= _named(at, base)
-    return mask.long().cummax(-1).values.bool() & base.real.cpu()
-
-
-def _named(at: At, base: Stream) -> Tensor:
-    """[B T]: the positions that an edit acts at; all real ones, where it names none."""
-    place = None if at.is_weight else at.where.get("T", at.where.get("S"))
-    return base.rows.mask(place, "T", None if at.is_weight else at.among)
-
-
-def _itemsize(start: Tensor) -> int:
-    """Bytes of a number, as far as what a walk starts from tells: tokens don't."""
-    return start.element_size() if start.is_floating_point() else 4
-
-
-def _bytes(card: Card, dims: Any, like: Tensor) -> int:
-    """Bytes of a block's weights."""
-    return _itemsize(like) * sum(math.prod(weight_shape(leaf, dims)) for leaf in card.weights)
-
-
-def _peak(card: Card, dims: Any, like: Tensor) -> int:
-    """Bytes of one row's values, where most are alive."""
-    itemsize = _itemsize(like)
-    todo = plan(card, ("x_next",), ("x_n", "R", "M"))
-    width = {
-        name: itemsize_of(card, name, itemsize)
-        * max(1, torch.Size([dims.size(axis) for axis in card[name].axes if axis not in "BTS"]).numel())
-        for name in card
-    }
-    alive, most = {"x_n": dims.d * itemsize}, 0
-    for row, drops in zip(todo.steps, todo.drops, strict=True):
-        alive[row.name] = width[row.name]
-        most = max(most, sum(alive.values()))
-        for name in drops:
-            alive.pop(name, None)
-    return 2 * most  # a step's own copies of what it reads
-
-
-def itemsize_of(card: Card, name: str, act: int) -> int:
-    """Bytes of one number of a tensor."""
-    return {"act": act, "fp32": 4, "int64": 8}[card.node(name).dtype]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hooks.cells import BUDGET, Cell, Live, Look, Outcome, Read
-from hooks.staged import Staged, after
+from hooks.staged import Staged
 from hooks.walk import Walk
 from probe.errors import BadEdit
 from probe.sites import Site, Sites
@@ -52,7 +52,7 @@ def sweep(
         whole: sites to look at, at all positions.
         read: for each prompt of the base the positions that are read; None: its last.
         first: the block to start in, from ``x_n`` of base and sources; -1: the embedding.
-        budget: bytes for the rows in flight; cells go in as many batches as that needs.
+        budget: bytes for base, sources and cells at a time; cells go in as many batches as that needs.
         tick: called with steps done and steps in all, as work goes on.
 
     Returns:
@@ -87,7 +87,7 @@ class Outlook(NamedTuple):
 
     Attributes:
         forwards: computing, in plain forward passes over the base's prompts: base, sources and cells.
-        bytes: of the rows in flight at a time, beside the weights.
+        bytes: that are alive at one time, beside the weights: of base, sources and a batch of cells.
     """
 
     forwards: float
@@ -104,10 +104,8 @@ def outlook(
     """
     with _lent(model.sites, (base, *sources)):
         staged = Staged(model, base, sources, cells, budget=budget)
+        ahead = staged.forecast
     blocks, tokens = model.dims.blocks, sum(base.rows.lengths)
     roots = sum(sum(live.rows.lengths) for live in (base, *sources)) / tokens
-    rows = [int(after(ats, staged.base).sum()) for ats in staged.ats]
-    left = [blocks - max(0, min((model.sites.depth(at.site) for at in ats), default=blocks)) for ats in staged.ats]
-    forwards = roots + sum(n * b for n, b in zip(rows, left, strict=True)) / (tokens * blocks)
-    chunks = [sum(staged.sizes[i] for i in members) for members in staged.members]
-    return Outlook(forwards, max(chunks, default=0) * staged.bytes_per_row())
+    left = (blocks - ahead.cells.first.clip(min=0)).clip(min=0)
+    return Outlook(roots + float((ahead.cells.after * left).sum()) / (tokens * blocks), ahead.bytes)

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hooks.apply import At
-from hooks.attend import Packed, attend_worlds
+from hooks.attend import Packed, attend_rows, attend_worlds
 from hooks.cells import Live, Look, Outcome, Read
 from hooks.edits import SCORES, Freeze
 from hooks.flips import Flips
+from hooks.heap import give_back
 from hooks.layout import Layout
 from hooks.staged import Staged
 from hooks.stream import Stream, fitted
 from probe.card import Step
-from probe.engine import Plan, compute, plan
+from probe.engine import compute
 from probe.errors import Unmatched
-from probe.numerics import Rotation, attend, causal_mask, mix, pattern, query_chunks, rotation, scores
+from probe.numerics import Rotation, causal_mask, mix, pattern, rotation, scores
 from probe.sites import Site
 
 FEW = 512
 """Rows up to which a stream shares its products with others."""
+
+
+LARGE = 1 << 26
+"""Bytes of a sweep beyond which memory that is free goes back to the system after each step: a heap of blocks of ever
+other sizes comes to three times what is alive in it."""
 
 
 class Walk:
@@ -52,7 +59,7 @@ class Walk:
     def _part(self, part: int) -> None:
         block = part if 0 <= part < self.dims.blocks else None
         self.block, self.card = block, self.sites.card(block)
-        todo = self._plan(part)
+        todo, self.explicit = self.asked.plan(part), self.asked.explicit(part)
         self._needs(part)
         self._constants()
         held: dict[str, Tensor] | None = {} if len(self.asked.chunks) > 1 else None
@@ -74,28 +81,13 @@ class Walk:
                 for stream in (chunk, *(running if chunk is chunks[-1] else ())):
                     for name in set(drops) - self.asked.lasting:
                         stream.drop(name)
+                if drops and self.asked.forecast.bytes > LARGE:
+                    give_back()
             self._leave(chunk)
         for stream in running:
             if stream.unmatched:
                 raise Unmatched(stream.unmatched[0])
             self._leave(stream)
-
-    def _plan(self, part: int) -> Plan:
-        """The steps of this part: towards what is passed on, looked at, or edited."""
-        here = [site.tensor for site in self.asked.looked if self.sites.depth(site) == part]
-        edited = {
-            name
-            for ats in (*self.asked.root_ats, *self.asked.ats)
-            for at in ats
-            if self.sites.depth(at.site) == part and not at.is_weight
-            for name in (at.site.tensor, *at.into)
-        }
-        self.explicit = bool({*here, *edited} & set(SCORES))  # which are made with O, cell by cell
-        ends = {-1: ["x_0"], self.dims.blocks: []}.get(part, ["x_next"])
-        want = ["O" if name in SCORES else name for name in here] + (ends if part < self.asked.last else [])
-        given = {-1: ("tokens",), self.dims.blocks: ("x_L",)}.get(part, ("x_n", "R", "M"))
-        edited = {"O" if name in SCORES else name for name in edited} - {"x_n"}
-        return plan(self.card, want or ends, given, edited, exact=False)
 
     def _needs(self, part: int) -> None:
         """Where only what is read matters: in the head; in the last block past keys and values."""
@@ -209,7 +201,9 @@ class Walk:
         if not there:
             return
         read = self._read(row, there, held)
-        for batch in _batches(there):
+        weighs = any(need in read and need != "experts" for need in row.needs)
+        apart = held is not None  # what a product gives all of them stays for as long as one of them needs it
+        for batch in _batches(there, self.asked.roots if apart else ()) if weighs else [[one] for one in there]:
             each = [[self._arg(need, row, *one, read) for need in row.needs] for one in batch]
             args = [
                 self._joined(need, parts, read) for need, parts in zip(row.needs, zip(*each, strict=True), strict=True)
@@ -321,9 +315,7 @@ class Walk:
         if self.explicit:
             O = self._square(stream, 0)
         else:
-            Q, K, V, tau = self._heads(stream, 0)
-            made = [attend(Q[:, rows], K, V, tau, self._hidden(stream, rows)) for rows in query_chunks(stream.length)]
-            O = torch.cat(made, dim=1)
+            O = attend_rows(*self._heads(stream, 0), partial(self._hidden, stream))
         if layout is not None:
             stream.put("O", O[layout.places][None], layout)
         if stream.base is not None and any(Site(self.block, name) in stream.by_site for name in SCORES):
@@ -444,10 +436,12 @@ class Walk:
         return [made[i] for i in range(len(self.asked.cells))]
 
 
-def _batches(there: Sequence[tuple[Stream, Layout]]) -> list[list[tuple[Stream, Layout]]]:
-    """Streams whose rows go into one product: few rows alone are slow, and many are not worth the copy."""
+def _batches(there: Sequence[tuple[Stream, Layout]], apart: Sequence[Stream]) -> list[list[tuple[Stream, Layout]]]:
+    """Streams whose rows go into one product: few rows alone are slow, and many are not worth the copy. Those that
+    stand ``apart`` go among themselves."""
     few = [one for one in there if len(one[1]) <= FEW]
-    return ([few] if few else []) + [[one] for one in there if len(one[1]) > FEW]
+    groups = [[one for one in few if (one[0] in apart) == own] for own in (True, False)]
+    return [group for group in groups if group] + [[one] for one in there if len(one[1]) > FEW]
 
 
 def _mask(read: Read, batch: int, length: int) -> Tensor:

@@ -40,8 +40,8 @@ def layout(draw: torch.Generator) -> Layout:
 @pytest.mark.parametrize("most", [1, 500, 3000, attend.PIECE])
 @pytest.mark.parametrize("call", [0, 1000, attend.CALL])
 def test_worlds_of_all_layouts(call: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether kinds go alone, some together, or all: also worlds whose rows others' stand between. In pieces of a query,
-    of some queries, of worlds, of all."""
+    """Whether kinds go alone, some together, or all: also worlds whose rows others' stand between. In pieces of one
+    query, of some, of worlds, of all."""
     monkeypatch.setattr(attend, "CALL", call)
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)

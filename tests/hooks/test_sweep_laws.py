@@ -363,9 +363,12 @@ def test_an_outlook_computes_nothing_and_bounds_what_runs() -> None:
     # base and source once each; a cell of block b and position p has 7 - p of 7 positions in 2 - b of 2 blocks
     shares = [(7 - pos) / 7 * (2 - block) / 2 for block in range(2) for pos in range(7)]
     assert ahead.forwards == pytest.approx(2 + sum(shares))
-    small = outlook(model, Live(TOKENS), cells, sources=[live], budget=ahead.bytes // 3)
-    assert small.bytes <= ahead.bytes // 3
-    assert small.forwards == ahead.forwards
+    roots = outlook(model, Live(TOKENS), cells[:1], sources=[live]).bytes
+    many = outlook(model, Live(TOKENS), cells * 40, sources=[live])
+    budget = 4 * roots
+    small = outlook(model, Live(TOKENS), cells * 40, sources=[live], budget=budget)
+    assert small.bytes <= 1.5 * budget < many.bytes
+    assert small.forwards == many.forwards
     with pytest.raises(OutOfRange, match="99"):
         outlook(model, Live(TOKENS), [Cell((zero("O", 1, T=99),))])
 
