@@ -45,6 +45,24 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def every(
+    ctx: typer.Context,
+    digest: Annotated[
+        bool,
+        typer.Option(
+            "--digest",
+            help="Read checkpoints above 64 GB, too, for their digest, once; without it, tables name those by stat.",
+        ),
+    ] = False,
+) -> None:
+    """What goes before any command."""
+    if digest:
+        from experiments.fingerprint import by_content
+
+        ctx.with_resource(by_content())
+
+
 def main() -> None:
     """The entry point: `k2probe`, ``python -m experiments``."""
     for stream in (sys.stdout, sys.stderr):

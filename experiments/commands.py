@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from experiments.options import Control, Hold, How, Probe, Rest, Scale, When
+from experiments.options import Control, Dtype, Hold, How, Probe, Rest, Scale, When
 from experiments.terminal import (
     Answer,
     At,
@@ -659,10 +659,13 @@ def compare(
     task: Task = None,
     keep: Keep = "disk",
     dtype: Precision = None,
+    second_dtype: Annotated[
+        Dtype | None, typer.Option("--second-dtype", help="The second's, where it is another: how one model drifts.")
+    ] = None,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Hold two checkpoints against each other: weights; with prompts, sizes of activations and routing too."""
+    """Hold two checkpoints, or one in two dtypes, against each other: weights; with prompts, sizes and routing too."""
     if prompt is not None or task is not None:
         one_of(prompt, task)
     from experiments import compare as study
@@ -670,7 +673,7 @@ def compare(
     from experiments.tables import comparison_tables
 
     place = folder_for(out, dry_run)
-    one, other = study.load_both(first, second, torch_dtype(dtype), keep)
+    one, other = study.load_both(first, second, torch_dtype(dtype), keep, torch_dtype(second_dtype))
     prompts = None if prompt is None and task is None else prompts_of(one, first, prompt, task)
     if dry_run:
         say_cost("compare", "weights" if prompts is None else prompts.name, study.outlook(one, other, prompts))

@@ -18,13 +18,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from experiments.fingerprint import fingerprint
 from experiments.frames import frame, join
 from experiments.norms import measure, sized
 from experiments.options import Keeping
 from experiments.prompts import Prompts
 from experiments.routing import by_prompt, moe_blocks
 from experiments.stats import Numbers, summary
-from experiments.study import activation_dtype, common, identity, passes
+from experiments.study import activation_dtype, common, passes
 from hooks import HookedModel
 from probe import Drawn, Weights, account
 from probe.dims import DIMS
@@ -66,18 +67,22 @@ def compare(
     - ``agreement_same_stream``: the same, with the second's block run alone on the first's stream. What it lacks to 1
       is the block's own doing; what ``agreement`` lacks more came with the stream.
 
-    Where the two differ in constants (eps, theta …), ``attrs["constants"]`` has both values of each.
+    Where the two differ in constants (eps, theta …), ``attrs["constants"]`` has both values of each. The same weights
+    may run in two precisions: what differs then is the drift that rounding makes, and ``dtype`` and ``numerics`` name
+    both.
 
     Args:
         prompts: None: weights only.
         names: of the two, for the column ``model``.
 
     Raises:
-        Unequal: the two differ in a dim, in which blocks are MoE, or in dtype and numerics; the message names it.
+        Unequal: the two differ in a dim, in which blocks are MoE, or both in weights and in dtype or numerics; the
+            message names it.
         BadText: a token of these prompts is another one to a tokenizer of the two.
     """
     check_alike(first, second)
-    both = " → ".join(identity(model, name) for model, name in zip((first, second), names, strict=True))
+    ours, theirs = (common(model, name) for model, name in zip((first, second), names, strict=True))
+    both = {key: f"{one} → {theirs[key]}" for key, one in ours.items() if key == "model" or one != theirs[key]}
     parts = [frame(_weights(first.decoder.weights, second.decoder.weights), study="compare")]
     if prompts is not None:
         for model in (first, second):
@@ -86,8 +91,7 @@ def compare(
         if any(first.dims.moe):
             parts.append(frame(_routing(first, second, prompts), study="compare"))
         parts = [parts[0], *(part.assign(prompts=prompts.name) for part in parts[1:])]
-    made = join(*parts).assign(**{**common(second, names[1]), "model": both})
-    df = frame(made, study="compare")
+    df = frame(join(*parts).assign(**ours | both), study="compare")
     df.attrs["constants"] = {
         name: [str(getattr(model.dims, name)) for model in (first, second)]
         for name in CONSTANTS
@@ -135,20 +139,33 @@ def load_second(first: HookedModel, second: str | Path, keep: Keeping = "disk") 
 
 
 def load_both(
-    first: str | Path, second: str | Path, dtype: torch.dtype | None = None, keep: Keeping = "disk"
+    first: str | Path,
+    second: str | Path,
+    dtype: torch.dtype | None = None,
+    keep: Keeping = "disk",
+    second_dtype: torch.dtype | None = None,
 ) -> tuple[HookedModel, HookedModel]:
-    """Two checkpoint directories, or one and `RANDOM`; both in fp32, where left alone they would run in two dtypes."""
+    """Two checkpoint directories, or one and `RANDOM`; both in fp32, where left alone they would run in two dtypes.
+
+    Args:
+        second_dtype: the second's, where it is another than the first's.
+
+    Raises:
+        Unequal: a dtype of their own for `RANDOM` weights, which can't be the first's.
+    """
     one = HookedModel.load(first, dtype, keep=keep)
     if str(second) == RANDOM:
+        if second_dtype is not None:
+            raise Unequal(f"{RANDOM} weights are drawn in the first model's dtype; another goes with a directory.")
         return one, load_second(one, second)
-    other = HookedModel.load(second, dtype, keep=keep)
-    if activation_dtype(one) != activation_dtype(other):
+    other = HookedModel.load(second, second_dtype or dtype, keep=keep)
+    if second_dtype is None and activation_dtype(one) != activation_dtype(other):
         one, other = (HookedModel.load(directory, torch.float32, keep=keep) for directory in (first, second))
     return one, other
 
 
 def check_alike(first: HookedModel, second: HookedModel) -> None:
-    """Refuse two models of other sizes; or that run in other numerics, where rounding would pass for a difference.
+    """Refuse two models of other sizes; or of other weights in other numerics, where rounding would pass for theirs.
 
     Raises:
         Unequal: names the dim.
@@ -161,8 +178,25 @@ def check_alike(first: HookedModel, second: HookedModel) -> None:
         counts = [f"{sum(moe)} of {len(moe)}" for moe in (ours.moe, theirs.moe)]
         raise Unequal(f"their MoE blocks differ: {counts[0]} in the first model, {counts[1]} in the second.")
     runs = [f"{activation_dtype(model)}, {model.decoder.numerics}" for model in (first, second)]
-    if runs[0] != runs[1]:
-        raise Unequal(f"one runs in {runs[0]}, the other in {runs[1]}: load both with the same dtype and numerics.")
+    if runs[0] != runs[1] and not _same_weights(first.decoder.weights, second.decoder.weights):
+        raise Unequal(
+            f"one runs in {runs[0]}, the other in {runs[1]}, and their weights differ by more than that: load both with"
+            " the same dtype and numerics."
+        )
+
+
+def _same_weights(first: Weights, second: Weights) -> bool:
+    """Whether two models' weights are the same but for their precision: those of the same files, or equal as numbers of
+    the coarser dtype."""
+    if fingerprint(first) == fingerprint(second):
+        return True
+    for block, leaf in weight_sites(first.dims):
+        for e in range(first.dims.e) if leaf.routed else [None]:
+            x, y = _both(first, second, block, leaf.name, e)
+            coarse = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            if not torch.equal(x.to(coarse), y.to(x.device, coarse)):
+                return False
+    return True
 
 
 def _check_tokens(model: HookedModel, prompts: Prompts) -> None:
@@ -212,15 +246,22 @@ class _Sums(NamedTuple):
             yield {**what, "metric": metric, "unit": "1", "value": value}
 
 
+def _both(first: Weights, second: Weights, block: int | None, name: str, e: int | None = None) -> list[Tensor]:
+    """A weight of each, or of a routed one an expert's part."""
+    if e is None:
+        return [weights.read(block, name) for weights in (first, second)]
+    return [weights.read(block, name, [e])[0] for weights in (first, second)]
+
+
 def _weights(first: Weights, second: Weights) -> Iterator[dict[str, Any]]:
     for block, leaf in weight_sites(first.dims):
         what = {"block": pd.NA if block is None else block, "tensor": leaf.name}
         if not leaf.routed:
-            yield from _Sums.of(first.read(block, leaf.name), second.read(block, leaf.name)).rows(what)
+            yield from _Sums.of(*_both(first, second, block, leaf.name)).rows(what)
             continue
         experts = []
         for e in range(first.dims.e):
-            experts.append(_Sums.of(first.read(block, leaf.name, [e])[0], second.read(block, leaf.name, [e])[0]))
+            experts.append(_Sums.of(*_both(first, second, block, leaf.name, e)))
             yield from experts[-1].rows({**what, "expert": e})
         yield from _Sums.joined(experts).rows(what)
 
@@ -246,7 +287,8 @@ def _routing(first: HookedModel, second: HookedModel, prompts: Prompts) -> pd.Da
     parts = []
     for block in moe_blocks(first, None):
         keep = theirs.keep
-        alone = second.run_block(block, ours["x_n", block].to(second.device), keep, want="experts")
+        x_n = ours["x_n", block].to(second.device, theirs["x_n", block].dtype)
+        alone = second.run_block(block, x_n, keep, want="experts")
         chosen, other, same = (_chosen(run["experts", block], keep, e) for run in (ours, theirs, alone))
         shared = [by_prompt((chosen * one).sum(-1) / first.dims.k, prompts) for one in (other, same)]
         what = pd.DataFrame({"metric": ["agreement", "agreement_same_stream"], "block": block})

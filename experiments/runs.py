@@ -48,7 +48,7 @@ from hooks import HookedModel
 from probe import TINY
 from probe.errors import BadText, ProbeError, asking
 
-VERSION = 1
+VERSION = 2
 """Of a run folder's layout, and of what a key covers."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments import stats
-from experiments.fingerprint import fingerprint
+from experiments.fingerprint import BY_STAT, fingerprint
 from experiments.frames import BadPath, frame
 from experiments.prompts import Prompts
 from hooks import HookedModel, estimate
@@ -100,9 +100,11 @@ def numel(model: HookedModel, site: Site, batch: int, length: int) -> int:
 
 
 def identity(model: HookedModel, name: str | None = None) -> str:
-    """What tells a model from another in a frame: a name, and a digest of its sizes and weights."""
-    digest = hashlib.blake2s(repr(model.dims).encode() + fingerprint(model.decoder.weights).encode(), digest_size=4)
-    return f"{name or 'model'} {digest.hexdigest()}"
+    """What tells a model from another in a frame: a name, and a digest of its sizes and weights, or ``by stat`` and one
+    of its files' names, sizes and times; see `fingerprint`."""
+    weights = fingerprint(model.decoder.weights)
+    digest = hashlib.blake2s(repr(model.dims).encode() + weights.encode(), digest_size=4).hexdigest()
+    return " ".join([name or "model", *([BY_STAT] if weights.startswith(BY_STAT) else []), digest])
 
 
 def folder(path: str | os.PathLike[str]) -> Path:

@@ -242,7 +242,7 @@ class Cache(BySite):
 
     @classmethod
     def load(cls, path: str | Path) -> Cache:
-        """A saved cache; tensors are mapped from the file and read when asked for.
+        """A saved cache; tensors are read from the file when they are asked for, each time anew.
 
         Raises:
             BadCheckpoint: there is no such file, it is damaged, or it is no cache.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from probe.errors import BadCheckpoint
@@ -52,7 +52,7 @@ class Dictionary:
             BadCheckpoint: the file cannot be read, or lacks one of them.
         """
         try:
-            tensors = load_file(path)
+            tensors = load(Path(path).read_bytes())  # and not mapped: what is written into the file later is not ours
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"{path}: not a readable safetensors file ({error}).") from None
         for name in ("W_enc", "b_enc", "W_dec", "b_dec"):

@@ -1,4 +1,4 @@
-"""A cache as one safetensors file: what is equal is written once, and read back when asked for, mapped from the file.
+"""A cache as one safetensors file: what is equal is written once, and read back when asked for, a tensor at a time.
 
 Tensors go by their site (``blocks.3.c_KV``), reduced ones by ``reduced.`` before it and the part's name behind it,
 beside ``tokens``, ``keep`` and ``pos``; all else is JSON in the header.
@@ -24,6 +24,7 @@ from hooks.where import Rows
 from probe.card import letters
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadEdit, ProbeError
+from probe.headers import OpenFile
 from probe.sites import Site, Sites
 
 FORMAT = "k2-probe cache 1"
@@ -104,7 +105,9 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            self.opened = OpenFile.at(path)
             self.handle = _open(path)
+            self.opened.check(path)
             said = self.handle.metadata() or {}
         except FileNotFoundError:
             raise BadCheckpoint(f"{path}: there is no such file.") from None
@@ -126,11 +129,23 @@ class _File:
         return list(self.handle.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """A tensor, mapped from the file; written to, it is a copy, and the file stays."""
+        """A tensor, copied: what others do to the file later does nothing to it. A file that has taken this one's place
+        is another, and left alone.
+
+        Raises:
+            BadCheckpoint: somebody has written into the file, or cut it, since it was opened.
+        """
         if name in self.aliases:
             stored, shape = self.aliases[name]
             return self.read(stored).view(shape)
-        made: Tensor = self.handle.get_tensor(name)
+        try:
+            self.opened.check()  # first: of what is cut off, reading would be a crash
+            made: Tensor = self.handle.get_tensor(name).clone()
+            self.opened.check()
+        except OSError as error:
+            raise BadCheckpoint(
+                f"{self.path}: {name} cannot be read ({error.strerror}): the file has changed since it was opened."
+            ) from None
         return made
 
 
@@ -178,7 +193,7 @@ def load(path: str | Path) -> Cache:
 def _cache_of(file: _File) -> Cache:
     header = file.header
     sites = Sites(Dims.from_config(header["dims"]))
-    tokens, keep, pos = (file.read(name).clone() if name in file.names else None for name in ("tokens", "keep", "pos"))
+    tokens, keep, pos = (file.read(name) if name in file.names else None for name in ("tokens", "keep", "pos"))
     spans = None if header["spans"] is None else tuple(header["spans"])
     batch, length = header["rows"] or (0, 0)
     spoken = None if header["spoken"] is None else tuple(header["spoken"])

@@ -23,7 +23,7 @@ from probe.leaves import LEAVES
 from probe.memory import Keeping, table
 from probe.names import SOURCES, shown, stored_names
 from probe.quantised import dequantise_fp8, dequantise_int4
-from probe.weights import InMemory, place_of, weight_sites
+from probe.weights import InMemory, Origin, digest, place_of, weight_sites
 
 
 class Checkpoint:
@@ -37,6 +37,7 @@ class Checkpoint:
 
     Attributes:
         survey: what the directory holds: every tensor's place, and what was left out.
+        origin: the files that it reads.
         notes: what a reader of this model's numbers must know.
 
     Raises:
@@ -60,10 +61,12 @@ class Checkpoint:
         self.dims = self.survey.dims
         self.notes = _notes(self.survey)
         self._held: dict[str, Tensor] | None = None
+        opened = {stored.file: stored.opened for stored in self.survey.stored.values()}
+        self.origin = Origin({self.directory.absolute() / file: one.stamp for file, one in opened.items()}, None)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         """A copy, pickled or not, reads the files anew."""
-        return _reopened, (type(self), self.directory, self.dtype, self.device, self._held is not None)
+        return _reopened, (type(self), self.directory, self.dtype, self.device, self._held is not None, self.origin)
 
     def hold(self) -> Checkpoint:
         """Read every weight once, and hold it in memory as it is stored; returns itself."""
@@ -71,7 +74,17 @@ class Checkpoint:
         stored = self.survey.stored
         parts.sort(key=lambda part: (stored[part].file, stored[part].start))
         self._held = {part: self._part(part) for part in parts}
+        self.origin = self.origin._replace(digest=self.digest())
         return self
+
+    def digest(self) -> str:
+        """Of every byte that is held in memory, as it is stored."""
+        return digest((self._held or {}).items())
+
+    @property
+    def version(self) -> int:
+        """Grows whenever somebody writes into a weight that is held."""
+        return sum(0 if part.is_inference() else part._version for part in (self._held or {}).values())
 
     def read(self, block: int | None, name: str, experts: Sequence[int] | None = None) -> Tensor:
         """One weight of one block as the card shows it, [in out]; of a routed one only these experts' rows.
@@ -123,7 +136,9 @@ class Checkpoint:
             weight = self.read(block, leaf.name)
             whole = weight.untyped_storage().nbytes() == weight.nbytes
             made[block, leaf.name] = weight if whole else weight.clone()  # a view would hold its neighbour too
-        return InMemory(self.dims, made, self.notes)
+        weights = InMemory(self.dims, made, self.notes)
+        weights.origin = Origin(self.origin.files, weights.digest())
+        return weights
 
 
 def _reopened(
@@ -132,8 +147,12 @@ def _reopened(
     dtype: torch.dtype | None,
     device: torch.device,
     held: bool,
+    origin: Origin,
 ) -> Checkpoint:
     made = kind(directory, dtype, device)
+    was, now = ({path: stamp[2:] for path, stamp in one.files.items()} for one in (origin, made.origin))
+    if changed := sorted(path for path in {**was, **now} if was.get(path) != now.get(path)):
+        raise BadCheckpoint(f"{changed[0]}: it has changed since the model that this is a copy of was opened.")
     return made.hold() if held else made
 
 

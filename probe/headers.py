@@ -2,17 +2,21 @@
 
 A safetensors file is eight bytes (little-endian, the header's length), the header (a JSON object: tensor → dtype, shape
 and its bytes' place), and the tensors' bytes, one after the other without a hole. All that is said here is checked
-before anything that it could make large is allocated; nothing is executed and nothing unpickled. Files are opened for
-each read and never mapped, so one that shrinks under us is an error and not a crash.
+before anything that it could make large is allocated; nothing is executed and nothing unpickled. A file stays open as
+long as somebody may read of it, and is looked at before and after each read: one that is replaced, written into or cut
+meanwhile is an error. It is never mapped, so that it is no crash either.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
 import os
+import re
 import stat
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
@@ -50,6 +54,77 @@ READ = {
 """Those of them that are ever read."""
 
 
+class Stamp(NamedTuple):
+    """What tells a file from others, and from itself before somebody wrote into it; the time is in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, said: os.stat_result) -> Stamp:
+        """Out of what the system says of a file."""
+        return cls(said.st_dev, said.st_ino, said.st_size, said.st_mtime_ns)
+
+
+class OpenFile:
+    """A file that stays open until nobody needs it any more: so its inode is no other file's meanwhile.
+
+    Attributes:
+        stamp: of the file as it was opened.
+    """
+
+    def __init__(self, descriptor: int, stamp: Stamp) -> None:
+        self.descriptor, self.stamp = descriptor, stamp
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def at(cls, path: Path) -> OpenFile:
+        """The file at a path, open once in this process however often it is asked for: descriptors are few.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file.
+        """
+        _size(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        made = cls(descriptor, Stamp.of(os.fstat(descriptor)))
+        return _OPEN.setdefault(made.stamp, made)
+
+    def __reduce__(self) -> NoReturn:
+        """A copy would have the number of a descriptor, and not keep it open."""
+        raise TypeError("an open file can't be copied or pickled; open it anew.")
+
+    def read(self, place: memoryview, start: int) -> None:
+        """Fill ``place`` with the bytes from ``start`` on.
+
+        Raises:
+            OSError: there are fewer.
+        """
+        while place:
+            count = os.preadv(self.descriptor, [place], start)
+            if not count:
+                raise OSError(None, f"it ends {len(place):,} bytes too early")
+            place, start = place[count:], start + count
+
+    def check(self, path: Path | None = None) -> None:
+        """See that it is as it was opened; and, with a path, that it is still what stands there.
+
+        Raises:
+            OSError: it isn't.
+        """
+        now = Stamp.of(os.fstat(self.descriptor) if path is None else path.stat())
+        if now[:2] != self.stamp[:2]:
+            raise OSError(None, "another file has taken its place")
+        if now.size != self.stamp.size:
+            raise OSError(None, f"it had {self.stamp.size:,} bytes, and has {now.size:,}")
+        if now != self.stamp:
+            raise OSError(None, "it has been written into")
+
+
+_OPEN: weakref.WeakValueDictionary[Stamp, OpenFile] = weakref.WeakValueDictionary()
+
+
 class Stored(NamedTuple):
     """A tensor as its header describes it: the file, the dtype in the header's spelling, the shape, bytes from … to."""
 
@@ -58,6 +133,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+    opened: OpenFile
 
     @property
     def elements(self) -> int:
@@ -111,7 +187,7 @@ def read_json(path: Path) -> Any:
         return _parsed(file.read(MOST))
 
 
-def _parsed(raw: bytes) -> Any:
+def _parsed(raw: bytes | bytearray) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
@@ -197,13 +273,25 @@ def _check_files(directory: Path, files: Collection[str]) -> None:
 
 def _check_inside(directory: Path, file: str) -> None:
     """Refuse a link that leaves the directory. Into the hub's own cache it may: a snapshot there is links to blobs."""
-    home = Path(os.path.realpath(directory))
     target = Path(os.path.realpath(directory / file))
-    cache = home.parent.parent / "blobs"
-    if target.parent != home and not (home.parent.name == "snapshots" and target.parent == cache):
+    if target.parent != Path(os.path.realpath(directory)) and not _in_blobs(directory, target):
         raise BadCheckpoint(
             f"{directory / told(file)}: a link out of this directory, to {told(target)}. Put the file itself here."
         )
+
+
+def _in_blobs(directory: Path, target: Path) -> bool:
+    """Whether a directory is a snapshot of the hub's cache, and a file one of the blobs beside it."""
+    home = Path(os.path.realpath(directory))
+    return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+
+
+def blob(path: Path) -> str | None:
+    """The digest of a file's content that stands in the name of the hub's blob which it is a link to: SHA-256, or of a
+    small file git's SHA-1; None where it is no such link."""
+    target = Path(os.path.realpath(path))
+    found = _in_blobs(path.parent, target) and re.fullmatch("[0-9a-f]{64}|[0-9a-f]{40}", target.name)
+    return target.name if found else None
 
 
 def _refuse_other_names(path: Path, held: AbstractSet[str], said: AbstractSet[str]) -> NoReturn:
@@ -222,19 +310,30 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
     """
     path = directory / told(file)
     try:
-        size = _size(directory / file)
-        with (directory / file).open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, MOST):
-                raise ValueError(_too_short(size, length))
-            header = _parsed(opened.read(length))
-        return _checked(header, file, 8 + length, size)
+        opened = OpenFile.at(directory / file)
+        size, length = opened.stamp.size, 0
+        if size >= 8:
+            length = int.from_bytes(_bytes(opened, 0, 8), "little")
+        if size < 8 or length > min(size - 8, MOST):
+            raise ValueError(_too_short(size, length))
+        return _checked(_parsed(_bytes(opened, 8, length)), file, 8 + length, opened)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: the shard is missing. Fetch it, or the whole checkpoint anew.") from None
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise BadCheckpoint(
+                f"{path}: too many files are open; a checkpoint keeps each of its shards open as long as it is used."
+                " Raise the limit (ulimit -n), or let go of other models."
+            ) from None
         raise BadCheckpoint(f"{path}: not a readable safetensors file ({error.strerror}).") from None
     except (ValueError, RecursionError) as fault:
         raise BadCheckpoint(f"{path}: not a readable safetensors file: {fault}. Fetch it anew.") from None
+
+
+def _bytes(opened: OpenFile, start: int, count: int) -> bytearray:
+    made = bytearray(count)
+    opened.read(memoryview(made), start)
+    return made
 
 
 def _too_short(size: int, length: int) -> str:
@@ -245,7 +344,7 @@ def _too_short(size: int, length: int) -> str:
     return f"its header should have {length:,} bytes, and the file ends after {size - 8:,}"
 
 
-def _checked(header: Any, file: str, data: int, size: int) -> dict[str, Stored]:
+def _checked(header: Any, file: str, data: int, opened: OpenFile) -> dict[str, Stored]:
     """The header's entries; their bytes fill the file from ``data`` to its end, without overlap or hole."""
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
@@ -253,8 +352,8 @@ def _checked(header: Any, file: str, data: int, size: int) -> dict[str, Stored]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is not an object of strings")
     "".join([*header, *metadata, *metadata.values()]).encode()  # half a surrogate pair is no text
-    found = {name: _entry(name, said, file, data) for name, said in header.items()}
-    end = data
+    found = {name: _entry(name, said, file, data, opened) for name, said in header.items()}
+    end, size = data, opened.stamp.size
     for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
         if stored.start != end:
             what = "overlaps the tensor before it" if stored.start < end else "leaves a hole before it"
@@ -266,7 +365,7 @@ def _checked(header: Any, file: str, data: int, size: int) -> dict[str, Stored]:
     return found
 
 
-def _entry(name: str, said: Any, file: str, data: int) -> Stored:
+def _entry(name: str, said: Any, file: str, data: int, opened: OpenFile) -> Stored:
     if not isinstance(said, dict) or said.keys() != _FIELDS:
         raise ValueError(f"{told(name)} should have dtype, shape and data_offsets, and no more")
     dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
@@ -278,7 +377,7 @@ def _entry(name: str, said: Any, file: str, data: int) -> Stored:
     nbytes = math.prod(shape) * ITEM[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"{told(name)}, {dtype} {shape}, takes {nbytes} bytes; its data_offsets are {offsets}")
-    return Stored(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+    return Stored(file, dtype, tuple(shape), data + offsets[0], data + offsets[1], opened)
 
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -292,21 +391,17 @@ def read_tensor(directory: Path, name: str, stored: Stored) -> Tensor:
     """One tensor's bytes, in a tensor of their own, on the CPU.
 
     Raises:
-        BadCheckpoint: the file has become shorter since its header was read, or cannot be read any more.
+        BadCheckpoint: the file is not the one whose header was read any more, or cannot be read.
     """
     made = torch.empty(stored.shape, dtype=READ[stored.dtype])
-    left = made.view(-1).view(torch.uint8).numpy().data
-    path = directory / stored.file
+    path, opened = directory / stored.file, stored.opened
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            while left:
-                count = file.readinto(left)
-                if not count:
-                    raise OSError(None, f"it ends {len(left):,} bytes before the tensor does")
-                left = left[count:]
+        opened.check(path)
+        opened.read(made.view(-1).view(torch.uint8).numpy().data, stored.start)
+        opened.check(path)
     except OSError as error:
         raise BadCheckpoint(
             f"{path}: {told(name)} cannot be read ({error.strerror}): the file has changed since it was opened."
+            " Open the checkpoint anew."
         ) from None
     return made

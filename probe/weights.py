@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from probe.card import Leaf
 from probe.dims import Dims
+from probe.engine import Weights
 from probe.errors import BadCheckpoint, Missing, OutOfRange
+from probe.headers import Stamp
 from probe.leaves import FP32
 from probe.sites import Sites
 
@@ -33,6 +38,55 @@ def weight_sites(dims: Dims) -> Iterator[tuple[int | None, Leaf]]:
         yield None, outer["W_U"]
 
 
+class Origin(NamedTuple):
+    """Where weights were read from.
+
+    Attributes:
+        files: each file as it was opened.
+        digest: of the tensors in memory as they were made of these files: as long as they have it, nobody has written
+            into them. None: they are read from the files each time.
+    """
+
+    files: Mapping[Path, Stamp]
+    digest: str | None
+
+
+def digest(tensors: Iterable[tuple[object, Tensor]], at_once: bool = True) -> str:
+    """Of named tensors: every byte, with names, dtypes and shapes, however they lie; 32 hexadecimal digits.
+
+    Args:
+        at_once: all are in memory already; else they are taken one after the other.
+    """
+    with ThreadPoolExecutor() as pool:
+        parts = b"".join((pool.map if at_once else map)(_digest, tensors))
+    return blake2b(parts, digest_size=16).hexdigest()
+
+
+def _digest(item: tuple[object, Tensor]) -> bytes:
+    """Of one tensor; where it is no plain block of memory, a slice of it is copied at a time."""
+    name, tensor = item
+    made = sha256(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+    count = max(1, _SLICE // max(1, tensor[:1].numel()))
+    for part in () if tensor.is_meta else tensor.detach().split(count):
+        made.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return made.digest()
+
+
+def digest_of(weights: Weights) -> str:
+    """The `digest` of all weights, taken [out in], as files have them: what was read from one is not copied."""
+    return digest(_as_stored(weights), at_once=weights.resident)
+
+
+def _as_stored(weights: Weights) -> Iterator[tuple[object, Tensor]]:
+    for block, leaf in weight_sites(weights.dims):
+        weight = weights.read(block, leaf.name)
+        yield (block, leaf.name), weight if weight.ndim == 1 or leaf.name == "W_E" else weight.mT
+
+
+_SLICE = 2**22
+"""Numbers of a tensor that are hashed at a time."""
+
+
 class InMemory:
     """Weights that are all in memory, as the card shows them ([in out], views of what is stored where that can be).
 
@@ -40,6 +94,7 @@ class InMemory:
         dims: the model's sizes.
         tensors: (block, name) → tensor; block None for the model around the blocks.
         notes: what a reader of this model's numbers must know.
+        origin: the files that they were read from.
 
     Raises:
         BadCheckpoint: a weight is missing, unknown, or of another shape than ``dims`` say.
@@ -48,9 +103,13 @@ class InMemory:
     resident = True
 
     def __init__(
-        self, dims: Dims, tensors: Mapping[tuple[int | None, str], Tensor], notes: tuple[str, ...] = ()
+        self,
+        dims: Dims,
+        tensors: Mapping[tuple[int | None, str], Tensor],
+        notes: tuple[str, ...] = (),
+        origin: Origin | None = None,
     ) -> None:
-        self.dims, self.notes = dims, notes
+        self.dims, self.notes, self.origin = dims, notes, origin
         self.tensors = dict(tensors)
         expected = {(block, leaf.name): weight_shape(leaf, dims) for block, leaf in weight_sites(dims)}
         for key, shape in expected.items():
@@ -77,6 +136,10 @@ class InMemory:
         """Grows whenever somebody writes into a weight."""
         return sum(0 if tensor.is_inference() else tensor._version for tensor in self.tensors.values())
 
+    def digest(self) -> str:
+        """See `digest_of`."""
+        return digest_of(self)
+
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> InMemory:
         """The same weights, cast or moved. Router weight and correction bias stay fp32 under every cast."""
         return InMemory(
@@ -89,9 +152,9 @@ class InMemory:
         """All but a tied head, which is the embedding."""
         return {key: t for key, t in self.tensors.items() if not (self.dims.tied and key == (None, "W_U"))}
 
-    def __reduce__(self) -> tuple[type[InMemory], tuple[Dims, dict[tuple[int | None, str], Tensor], tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[InMemory], tuple[object, ...]]:
         """Copied and pickled without a tied head, which is tied anew."""
-        return type(self), (self.dims, self._own(), self.notes)
+        return type(self), (self.dims, self._own(), self.notes, self.origin)
 
 
 def place_of(block: int | None, name: str) -> str:

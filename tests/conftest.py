@@ -1,6 +1,7 @@
-"""What every test starts from: one thread, one seed, no hub, no window."""
+"""What every test starts from: one thread, one seed, no hub, no window, a cache folder of its own."""
 
 import os
+from tempfile import TemporaryDirectory
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 os.environ["MPLBACKEND"] = "Agg"
@@ -8,6 +9,10 @@ os.environ["MPLBACKEND"] = "Agg"
 import hypothesis
 import pytest
 import torch
+
+OURS, USERS = TemporaryDirectory(), os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+os.environ["XDG_CACHE_HOME"] = OURS.name
+os.environ.setdefault("MPLCONFIGDIR", os.path.join(USERS, "matplotlib"))  # to look for fonts anew takes seconds
 
 torch.set_num_threads(1)  # a sum's order, and so its bits, depends on the threads
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, database=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from experiments.cli import app
 from experiments.compare import Unequal, compare, load_both
 from experiments.tables import comparison_tables
 from hooks import HookedModel
-from probe import TINY, InMemory, Tokenizer, Weights, random_weights
+from probe import TINY, InMemory, Tokenizer, Weights, load, random_weights
 from probe.errors import BadText
 from probe.writer import save
 
@@ -213,6 +213,83 @@ def test_a_model_beside_itself(table: pd.DataFrame) -> None:
     assert (one.split()[0], two.split()[0]) == ("one", "two")
 
 
+# ---- one model in two precisions -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fp32 weights that no bf16 has."""
+    place = tmp_path_factory.mktemp("wide")
+    save(random_weights(FIRST.dims, 1), place, dtype=torch.float32)
+    return place
+
+
+PRECISIONS = {
+    "its own files in bf16": lambda wide: HookedModel.load(wide, torch.bfloat16),
+    "read from disk in bf16": lambda wide: HookedModel.load(wide, torch.bfloat16, keep="disk"),
+    "stored, in fp16": lambda wide: HookedModel.load(wide, torch.float16, keep="stored"),
+    "cast in memory": lambda wide: HookedModel(load(wide).to(torch.bfloat16), numerics="careful"),
+    "in fp32, careful": lambda wide: HookedModel.load(wide, numerics="careful"),
+}
+
+
+@pytest.mark.parametrize("second", PRECISIONS.values(), ids=PRECISIONS)
+def test_one_model_in_two_precisions_shows_its_drift(second: Callable[[Path], HookedModel], wide: Path) -> None:
+    """Numbers of the two models run apart, and weights by their rounding alone."""
+    first, low = HookedModel.load(wide), second(wide)
+    prompts = PROMPTS.subset(range(4))
+    df = compare(first, low, prompts)
+    dtype, numerics = low.decoder.weights.read(0, "W_O").dtype, low.decoder.numerics
+    names = ["float32 → " + str(dtype).removeprefix("torch."), f"reference → {numerics}"]
+    said = [name if len({*name.split(" → ")}) > 1 else name.split(" → ")[0] for name in names]
+    assert [df["dtype"].unique().tolist(), df["numerics"].unique().tolist()] == [[said[0]], [said[1]]]
+    changes = pick(df, "relative_change").set_index(["tensor"])["value"]
+    assert changes.loc[["W_g", "b"]].eq(0).all(), "fp32 under every cast"
+    assert changes.loc["W_O"].between(0 if dtype == torch.float32 else 1e-5, torch.finfo(dtype).eps).all()
+    for block in (1, 2, 3):
+        shares, alone = [], []
+        for prompt in prompts.rows:
+            tokens = torch.tensor([prompt.tokens])
+            ours, theirs = (model.run(tokens, want=f"blocks.{block}.experts") for model in (first, low))
+            x_n = ours["x_n", block].to(theirs["x_n", block].dtype)
+            same = low.run_block(block, x_n, want="experts")
+            chosen = [run["experts", block][0].tolist() for run in (ours, theirs, same)]
+            for into, other in ((shares, chosen[1]), (alone, chosen[2])):
+                into.append(np.mean([len({*a} & {*b}) / K for a, b in zip(chosen[0], other, strict=True)]))
+        groups = GROUPS[:4]
+        for metric, values in (("agreement", shares), ("agreement_same_stream", alone)):
+            expected = pd.Series(values).groupby(groups).mean().mean()
+            assert pick(df, metric, block=block)["value"].item() == pytest.approx(expected)
+    sizes = pick(df, "rms", block=3, tensor="x_next", pos=0)
+    assert sizes["value"].item() == pytest.approx(sizes["base"].item(), rel=0.1)
+    if dtype != torch.float32:
+        assert sizes["value"].item() != sizes["base"].item()
+
+
+def test_quantised_and_expanded_are_one_model_in_two_precisions(tmp_path: Path) -> None:
+    """FP8 weights, and files of what they expand to, in fp32."""
+    save(random_weights(FIRST.dims, 2), tmp_path / "fp8", form="fp8")
+    save(load(tmp_path / "fp8"), tmp_path / "expanded", dtype=torch.float32)
+    low, high = HookedModel.load(tmp_path / "fp8", keep="stored"), HookedModel.load(tmp_path / "expanded", keep="disk")
+    df = compare(low, high)
+    assert df["dtype"].unique().tolist() == ["bfloat16 → float32"]
+    assert pick(df, "relative_change")["value"].eq(0).all()
+    one, other = df["model"][0].split(" → ")
+    assert one != other
+
+
+def test_the_command_takes_a_dtype_for_each(wide: Path, tmp_path: Path) -> None:
+    asked = ["compare", str(wide), str(wide), "--dtype", "float32", "--second-dtype", "bfloat16"]
+    done = CliRunner().invoke(app, [*asked, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    df = pd.read_csv(tmp_path / "compare.csv")
+    assert df["dtype"].unique().tolist() == ["float32 → bfloat16"]
+    assert len({*df["model"][0].split(" → ")}) == 1
+    random = CliRunner().invoke(app, ["compare", str(wide), "random", "--second-dtype", "bfloat16"])
+    assert random.exit_code == 1
+    assert "random weights are drawn in the first model's dtype" in random.stderr
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -243,11 +320,13 @@ def test_other_constants_are_said(table: pd.DataFrame) -> None:
     assert table.attrs["constants"] == {}
 
 
-def test_models_in_other_numerics_are_refused() -> None:
-    weights = FIRST.decoder.weights
+def test_other_weights_in_other_numerics_are_refused(directory: Path) -> None:
+    weights = SECOND.decoder.weights
     assert isinstance(weights, InMemory)
-    with pytest.raises(Unequal, match=r"one runs in float32, reference, the other in bfloat16, reference"):
-        compare(FIRST, HookedModel(weights.to(torch.bfloat16)))
+    for second in (HookedModel(weights.to(torch.bfloat16)), HookedModel.load(directory, torch.bfloat16, keep="disk")):
+        says = rf"one runs in float32, reference, the other in bfloat16, {second.decoder.numerics}, and their weights"
+        with pytest.raises(Unequal, match=says):
+            compare(FIRST, second)
 
 
 def test_prompts_that_are_other_words_to_the_other_model_are_refused(tmp_path: Path) -> None:

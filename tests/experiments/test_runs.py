@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from experiments import frames, runs
 from experiments.cli import app
-from experiments.fingerprint import _of_files, fingerprint
+from experiments.fingerprint import fingerprint
 from experiments.frames import BadPath, frame
 from experiments.prompts import Prompts
 from experiments.runs import BadRun, finished, plan, run
@@ -536,7 +536,7 @@ def test_results_of_one_model_shown_for_another_the_key_left_out_the_weights(
     [
         ({"size": 3}, r"units\[0\].arguments.size was 2, and is 3"),
         ({"prompts": "job"}, r"units\[0\].arguments.prompts.name was 'capital', and is 'job'"),
-        ({"model": {"dtype": "bfloat16"}}, r"units\[0\].model.weights was"),
+        ({"model": {"dtype": "bfloat16"}}, r"units\[0\].model.dtype was 'float32', and is 'bfloat16'"),
         ({"grid": {"block": [0, 2]}}, r"units\[1\].label was 'block=1', and is 'block=2'"),
         ({"grid": {"block": [0, 1, 2]}}, "units was 2 long, and is 3 long"),
     ],
@@ -567,6 +567,22 @@ def test_prompts_count_by_content_not_by_name(change: dict[str, str], tmp_path: 
     assert run(described(2, tmp_path / "moved", prompts="mine.jsonl"), tmp_path / "run") is not None, (
         "wherever they are"
     )
+
+
+@pytest.mark.parametrize("keep", ["expanded", "stored", "disk"])
+def test_weights_that_changed_by_one_byte_are_another_runs(keep: str, tmp_path: Path) -> None:
+    """At the start of a tensor, where no sample would look."""
+    shutil.copytree(TINY, tmp_path / "mine")
+    asked = described(2, tmp_path, model={"directory": "mine", "keep": keep})
+    assert run(asked, tmp_path / "run") is not None
+    stored = Checkpoint(tmp_path / "mine").survey.stored["model.layers.2.self_attn.o_proj.weight"]
+    with (tmp_path / "mine" / stored.file).open("r+b") as file:
+        file.seek(stored.start)
+        byte = file.read(1)[0]
+        file.seek(stored.start)
+        file.write(bytes([byte ^ 1]))
+    HookedModel.load.cache_clear()  # type: ignore[attr-defined]
+    refused(asked, tmp_path / "run", r"units\[0\].model.weights was '\w+', and is '\w+'")
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -702,11 +718,11 @@ def test_a_fingerprint_sees_every_byte_in_memory() -> None:
 
 
 def test_a_fingerprint_of_files_sees_every_tensor(tmp_path: Path) -> None:
-    """A sample of each: no tensor's own bytes can all change unseen, nor a name, a dtype or a file."""
+    """No tensor's own bytes can all change unseen, nor a name, a dtype or a file."""
     shutil.copytree(TINY, tmp_path / "copy")
     copy = tmp_path / "copy"
-    plain = _of_files(TINY)
-    assert _of_files(copy) == plain == fingerprint(Checkpoint(copy))
+    plain = fingerprint(Checkpoint(TINY))
+    assert fingerprint(Checkpoint(copy)) == plain
     path = copy / "model-2-of-2.safetensors"
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -714,11 +730,11 @@ def test_a_fingerprint_of_files_sees_every_tensor(tmp_path: Path) -> None:
     for name in random.Random(0).sample(sorted(header.keys() - {"__metadata__"}), 20):
         first, end = (8 + length + at for at in header[name]["data_offsets"])
         path.write_bytes(content[:first] + bytes(255 - byte for byte in content[first:end]) + content[end:])
-        assert _of_files(copy) != plain, name
+        assert fingerprint(Checkpoint(copy)) != plain, name
     path.write_bytes(content.replace(b'"BF16"', b'"F16" ', 1))
-    assert _of_files(copy) != plain
+    assert fingerprint(Checkpoint(copy)) != plain
     path.write_bytes(content)
-    assert _of_files(copy) == plain
+    assert fingerprint(Checkpoint(copy)) == plain
 
 
 def test_weights_may_say_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hooks import Cache, HookedModel, Site, estimate, patch, reduce, resample, zero
+from hooks import Cache, Dictionary, HookedModel, Site, estimate, patch, reduce, resample, zero
 from probe import TINY, ProbeError, numerics
 from probe.errors import BadCheckpoint, BadEdit, OutOfRange, ShapeMismatch, TooLarge, UnknownTensor
 from tests.hooks.small import (
@@ -562,6 +563,49 @@ def test_a_written_value_leaves_the_file(tmp_path) -> None:
     Cache.load(tmp_path / "a")["O", 1].zero_()
     assert (tmp_path / "a").read_bytes() == before
     assert torch.equal(Cache.load(tmp_path / "a")["O", 1], cache["O", 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "it had [0-9,]+ bytes, and has"),
+        (lambda path: os.truncate(path, 0), "it had [0-9,]+ bytes, and has 0"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4] + b"\1\1\1\1"), "it has been written into"),
+    ],
+    ids=["cut", "emptied", "written into"],
+)
+def test_a_cache_whose_file_changes_keeps_what_was_read_and_refuses_the_rest(tmp_path, change: Any, why: str) -> None:
+    path = tmp_path / "a"
+    _, cache = MODEL.run_with_cache(TOKENS, names_filter="blocks.*.O")
+    cache.save(path)
+    read = Cache.load(path)
+    held = {site: read[site] for site in list(read)[:2]}
+    change(path)
+    for site in read:
+        with pytest.raises(BadCheckpoint, match=rf"{path}: {site} cannot be read \({why}.*changed since it was opened"):
+            read[site]
+    assert all(torch.equal(value, cache[site]) for site, value in held.items())
+
+
+def test_a_cache_whose_file_is_replaced_is_what_it_was(tmp_path) -> None:
+    """As when a run saves its cache under the same name again."""
+    _, cache = MODEL.run_with_cache(TOKENS, names_filter="blocks.1.O")
+    cache.save(tmp_path / "a")
+    read = Cache.load(tmp_path / "a")
+    MODEL.run_with_cache(TOKENS.flip(0), names_filter="blocks.1.O")[1].save(tmp_path / "a")
+    assert torch.equal(read["O", 1], cache["O", 1])
+    assert not torch.equal(Cache.load(tmp_path / "a")["O", 1], cache["O", 1])
+
+
+def test_a_dictionary_is_what_it_was_whatever_becomes_of_its_file(tmp_path) -> None:
+    path = tmp_path / "sae.safetensors"
+    save_file({name: torch.ones(*shape) for name, shape in SHAPES.items()}, path)
+    dictionary = Dictionary.load(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert all(torch.equal(getattr(dictionary, name), torch.ones(*shape)) for name, shape in SHAPES.items())
+
+
+SHAPES = {"W_enc": (8, 16), "b_enc": (16,), "W_dec": (16, 8), "b_dec": (8,)}
 
 
 def _edit_header(path, **changes: Any) -> None:

@@ -329,7 +329,8 @@ def test_a_file_that_shrinks_under_us_is_an_error_and_no_crash(keep: int, tmp_pa
     stored = read_headers(tmp_path)["x"]
     os.truncate(tmp_path / SINGLE, keep if keep >= 0 else stored.stop - 1)
     message = refusal(tmp_path, lambda directory: read_tensor(directory, "x", stored))
-    assert f"{tmp_path / SINGLE}: x cannot be read (it ends" in message
+    fact = f"it had {stored.stop:,} bytes, and has {(tmp_path / SINGLE).stat().st_size:,}"
+    assert f"{tmp_path / SINGLE}: x cannot be read ({fact})" in message
     assert "has changed since it was opened" in message
 
 
