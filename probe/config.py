@@ -6,7 +6,7 @@ change no number (token ids, training, bookkeeping); or unknown, and told (`unre
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,18 +126,21 @@ class Layout(NamedTuple):
 
     def full(self, name: str) -> str:
         """An original name as it is spelt here."""
-        return _respelt(name, zip(_STARTS, self[: len(_STARTS)], strict=True))
+        return _respelt(name, _STARTS, self)
 
     def original(self, name: str) -> str:
         """A name from here as the original one; what is spelt like none stays."""
-        return _respelt(name, zip(self[: len(_STARTS)], _STARTS, strict=True))
+        return _respelt(name, self, _STARTS)
 
 
 _STARTS = ("model.layers.", "model.", "lm_head.")
 
 
-def _respelt(name: str, starts: Iterable[tuple[Any, Any]]) -> str:
-    return next((to + name.removeprefix(start) for start, to in starts if name.startswith(start)), name)
+def _respelt(name: str, here: tuple[Any, ...], there: tuple[Any, ...]) -> str:
+    for start, other in zip(here, there, strict=False):  # of a layout, the starts come first
+        if name.startswith(start):
+            return str(other) + name[len(start) :]
+    return name
 
 
 class Wrapper(NamedTuple):
