@@ -71,7 +71,7 @@ def generate(
     Raises:
         BadEdit: an edit in the steps that takes values of another run's positions (there are none to take), or that
             acts in no step; the slow twin with another ``when``.
-        BadText: a prompt, or with the tokens decoded behind it, is too long for this model's attention.
+        BadText: a prompt and the tokens decoded behind it are too long for a model with indexers.
     """
     model.decoder.check_tokens(tokens, keep)
     if n < 1:

@@ -73,10 +73,10 @@ class Decoder:
         self.check_length(int(real.sum(-1).max()))
 
     def check_length(self, longest: int) -> None:
-        """Refuse texts of more tokens than this model's attention is full for; no other sees what we compute.
+        """Refuse a text that this model's indexers would act in: its attention is not full then, and ours is.
 
         Raises:
-            BadText: the model has indexers, and the longest text has more than ``index_topk`` tokens.
+            BadText: the model has indexers, and the longest text more than ``index_topk`` tokens.
         """
         most = self.dims.index_topk
         if most is not None and longest > most:

@@ -30,7 +30,7 @@ PER_WORD = 8
 BUFFERS = "rotary buffers (inv_freq), which no run reads"
 EXTRA = "next-token modules (MTP), which no run reads"
 SIGHT = "the part that sees, of which only the text part is read"
-CHOOSING = "indexers, which choose keys in texts beyond index_topk tokens alone; those are refused"
+CHOOSING = "indexers, which act in texts beyond index_topk tokens alone, and those are refused"
 
 
 class Kept(NamedTuple):
