@@ -71,10 +71,13 @@ def generate(
     Raises:
         BadEdit: an edit in the steps that takes values of another run's positions (there are none to take), or that
             acts in no step; the slow twin with another ``when``.
+        BadText: a prompt and the tokens decoded behind it are too long for a model with indexers.
     """
     model.decoder.check_tokens(tokens, keep)
     if n < 1:
         raise BadEdit(f"n={n}: at least one token is decoded.")
+    prompt = tokens.shape[1] if keep is None else int(keep.sum(-1).max())
+    model.decoder.check_length(prompt + n - 1)  # the last one is not read back
     if when not in ("prompt", "steps", "both"):
         raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
     if not use_cache and when != "both":

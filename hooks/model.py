@@ -129,7 +129,8 @@ class HookedModel(HookedRootModule):
 
     @classmethod
     def from_hf(cls, model: Any, tokenizer: Any = None) -> HookedModel:
-        """A model that transformers has loaded (``DeepseekV3ForCausalLM``), on the same weights.
+        """A model that transformers has loaded (``DeepseekV3ForCausalLM``, or another class whose config we read), on
+        the same weights.
 
         Only ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV`` are copied, and router weight and correction bias where they are
         not fp32 (a cast of the whole model has rounded them; here they are cast back). Its logits are those of

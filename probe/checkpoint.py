@@ -15,9 +15,9 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from probe.config import unread_keys
+from probe.config import guesses, unread_keys
 from probe.errors import BadCheckpoint, Missing, OutOfRange, asking
-from probe.forms import Survey, quantisation_config, survey
+from probe.forms import Survey, quantisation_config, survey, told_apart
 from probe.headers import read_tensor, told
 from probe.leaves import LEAVES
 from probe.memory import Keeping, table
@@ -164,7 +164,7 @@ def _notes(found: Survey) -> tuple[str, ...]:
     said = [f"stored as {form.upper()} and expanded to bf16: {other}" for form in forms]
     if forms and quantised.get("scale_fmt") == "ue8m0":
         said.append("scale_fmt ue8m0: the scales are powers of two, and so would be those of a server's activations")
-    said += [f"left out: {len(names)} tensors, {what}" for what, names in found.left_out.items()]
+    said += [*told_apart(found.left_out), *guesses(found.config)]
     if unread := unread_keys(found.config):
         said.append(f"config.json has keys that are not read here and might mean something: {told(', '.join(unread))}")
     return tuple(said)

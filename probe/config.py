@@ -6,7 +6,7 @@ change no number (token ids, training, bookkeeping); or unknown, and told (`unre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,38 +61,116 @@ _NEUTRAL: dict[str, Any] = {
 }
 """Keys of other models, with the value at which each does nothing; null is as good as absent."""
 
-GLM, _YOUTU = "glm4_moe_lite", "youtu"
+GLM, V32 = "glm4_moe_lite", "deepseek_v32"
+_V3, _YOUTU, _DSA, _SARVAM = "deepseek_v3", "youtu", "glm_moe_dsa", "sarvam_mla"
 
-_FAMILY: dict[str, dict[str, Any]] = {
-    "kimi_k2": {},
-    "deepseek_v3": {},
-    GLM: {"first_k_dense_replace": 1},
-    _YOUTU: {"tie_word_embeddings": True},
+
+class _Family(NamedTuple):
+    """What tells the configs of one model type from others of this block.
+
+    Attributes:
+        absent: what a config of it means by leaving a key out.
+        spelt: its own keys for what is read, by ours.
+        fixed: more keys with one value that this block can honour; null is as good as absent.
+        inert: more keys that change no number.
+    """
+
+    absent: Mapping[str, Any] = {}
+    spelt: Mapping[str, str] = {}
+    fixed: Mapping[str, Any] = {}
+    inert: Collection[str] = ()
+
+
+_INDEXER = "index_head_dim index_n_heads indexer_rope_interleave index_skip_topk_offset index_share_for_mtp_iteration"
+
+_FAMILY: dict[str, _Family] = {
+    "kimi_k2": _Family(),
+    _V3: _Family(),
+    GLM: _Family({"first_k_dense_replace": 1}),
+    _YOUTU: _Family({"tie_word_embeddings": True}),
+    V32: _Family({"first_k_dense_replace": 3}, inert=_INDEXER.split()),
+    _DSA: _Family({"first_k_dense_replace": 3}, inert=_INDEXER.split()),
+    _SARVAM: _Family(
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+        {"moe_router_enable_expert_bias": True, "score_function": "sigmoid", "router_dtype": "fp32"},
+        ("use_qk_norm", "q_head_dim", "output_dropout", "embedding_dropout", "attn_implementation"),
+    ),
 }
-"""The model types that are this block, with what a config of that type means by leaving a key out."""
+"""The model types that are this block. Of Sarvam's attention no reader has norms of queries and keys, whatever its
+``use_qk_norm`` says; and ``head_dim`` there is a cache's width."""
+
+_INDEXED = (V32, _DSA)
+"""Those whose attention is full up to ``index_topk`` tokens; in longer texts an indexer chooses as many of the keys."""
+
+_SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq")
 
 _STRANGERS = {
     "axk1": "it has a norm after the feed-forward part",
     "deepseek_v2": "its router takes a softmax and has no correction bias",
-    "deepseek_v32": "its attention chooses keys with an indexer",
-    "glm_moe_dsa": "its attention chooses keys with an indexer",
     "kimi_linear": "most of its blocks use linear attention, and its MLA no rotation",
     "longcat_flash": "it has two attentions a layer and extra scales on the latents",
     "minicpm3": "it scales the embedding, each update and the logits",
     "mistral4": "its router takes a softmax, and its queries are scaled by position",
-    "sarvam_mla": "its configs spell this block in other keys (num_experts, deepseek_yarn), which nobody has checked",
 }
 
 
+class Layout(NamedTuple):
+    """How files spell the names of the tensors that are read: what stands for ``model.layers.``, ``model.`` and
+    ``lm_head.``; and how the names of a part that sees start."""
+
+    layers: str = "model.layers."
+    model: str = "model."
+    head: str = "lm_head."
+    apart: tuple[str, ...] = ()
+
+    def full(self, name: str) -> str:
+        """An original name as it is spelt here."""
+        return _respelt(name, _STARTS, self)
+
+    def original(self, name: str) -> str:
+        """A name from here as the original one; what is spelt like none stays."""
+        return _respelt(name, self, _STARTS)
+
+
+_STARTS = ("model.layers.", "model.", "lm_head.")
+
+
+def _respelt(name: str, here: tuple[Any, ...], there: tuple[Any, ...]) -> str:
+    for start, other in zip(here, there, strict=False):  # of a layout, the starts come first
+        if name.startswith(start):
+            return str(other) + name[len(start) :]
+    return name
+
+
 class Wrapper(NamedTuple):
-    """How a model that sees keeps its text part: the prefix of its tensors, and those of all else."""
+    """How a model that sees keeps its text part: its class, and the layouts that its files may have, the published one
+    first. The text part's config is under ``text_config``."""
 
-    text: str
-    apart: tuple[str, ...]
+    architecture: str
+    layouts: tuple[Layout, ...]
 
 
-WRAPPERS = {"kimi_k25": Wrapper("language_model.", ("vision_tower.", "mm_projector."))}
-"""By model type; the text part's config is under ``text_config``."""
+_INSIDE = Layout("language_model.model.layers.", "language_model.model.", "language_model.lm_head.")
+_K25_APART = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
+
+LOADED = Layout("model.language_model.layers.", "model.language_model.", apart=_K25_APART)
+"""A model that sees, as transformers holds it."""
+
+WRAPPERS = {
+    "kimi_k25": Wrapper(
+        "KimiK25ForConditionalGeneration",
+        (
+            _INSIDE._replace(apart=_K25_APART),
+            _INSIDE._replace(layers="language_model.model.blocks.", apart=_K25_APART),  # as transformers 5.24 writes it
+            LOADED,
+        ),
+    ),
+    "kimi_vl": Wrapper(
+        "KimiVLForConditionalGeneration", (_INSIDE._replace(apart=("vision_tower.", "multi_modal_projector.")),)
+    ),
+}
+"""By model type."""
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +190,17 @@ def wrapper(config: Mapping[str, Any]) -> Wrapper | None:
     return WRAPPERS.get(kind) if isinstance(kind, str) else None
 
 
+def layout(config: Mapping[str, Any], names: Collection[str] = ()) -> Layout:
+    """How files with these names spell what is read; without names, how they are published."""
+    whole = wrapper(config)
+    layouts = whole.layouts if whole else (Layout(),)
+    spelt = (each for each in layouts if any(name.startswith(each.layers) for name in names))
+    return next(spelt, layouts[0])
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text part: the config itself, or in a model that sees its ``text_config``.
+    """The config of the text part: the config itself, or in a model that sees its ``text_config``. That is a
+    DeepSeek-V3's where it names no type; and whether the head is tied, the whole decides where it says so.
 
     Raises:
         BadConfig: there should be one, and there is none.
@@ -123,7 +210,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise BadConfig(f"text_config: a {config['model_type']} config should hold the text part's here, an object.")
-    return text
+    return {"model_type": _V3, **text, **{key: config[key] for key in ("tie_word_embeddings",) if key in config}}
 
 
 def extra_layers(config: Mapping[str, Any]) -> int:
@@ -145,8 +232,21 @@ def unread_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     They are told and not refused: what adds weights is refused by its tensors, and by its name nobody can tell a new
     multiplier from a new remark.
     """
-    return tuple(
-        k for k, value in text_config(config).items() if k not in _KNOWN and value is not None and k[:1] != "_"
+    text = text_config(config)
+    kind = text.get("model_type")
+    family = _FAMILY.get(kind, _Family()) if isinstance(kind, str) else _Family()
+    known = _KNOWN | {*family.spelt.values(), *family.fixed, *family.inert, *(_SHARING if kind in _INDEXED else ())}
+    return tuple(k for k, value in text.items() if k not in known and value is not None and k[:1] != "_")
+
+
+def guesses(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What was read into keys that a config leaves out and that its readers take differently, in sentences."""
+    text = text_config(config)
+    if text.get("model_type") != _SARVAM or {"n_group", "topk_group"} <= text.keys():
+        return ()
+    return (
+        "config.json does not state n_group and topk_group: they are read as 1 and 1, all experts compete, as in"
+        " transformers; other readers take an eighth of the experts' number and 2. State them to choose",
     )
 
 
@@ -193,9 +293,9 @@ class _Reader:
 
     def sizes(self) -> dict[str, Any]:
         """The fields of a `probe.Dims`, yarn's as a dict of their own."""
-        kind = self._family()
-        self.config = {**_FAMILY[kind], **self.config}
-        self._switches()
+        kind = self._kind()
+        self._spell(_FAMILY[kind])
+        self._switches(kind)
         extra_layers(self.config)
         moe = self._moe(self.at_most("num_hidden_layers", _MOST_BLOCKS), kind)
         sizes = {letter: self._size(key, any(moe)) for key, letter in SIZES.items()}
@@ -224,9 +324,10 @@ class _Reader:
             "yarn": yarn,
             "tied": self._bool("tie_word_embeddings", False),
             "max_positions": self.whole("max_position_embeddings") if longest else None,
+            "index_topk": self._index_topk() if kind in _INDEXED else None,
         }
 
-    def _family(self) -> str:
+    def _kind(self) -> str:
         kind = self.config.get("model_type")
         if isinstance(kind, str) and kind in _FAMILY:
             return kind
@@ -239,18 +340,40 @@ class _Reader:
             + (f"; nearest: {near[0]}." if near else ".")
         )
 
-    def _switches(self) -> None:
+    def _spell(self, family: _Family) -> None:
+        """The family's own keys become ours, and what is left out what it means there."""
+        for ours, theirs in family.spelt.items():
+            value = self.config.get(theirs)
+            if value is not None and self.config.get(ours, value) != value:
+                raise BadConfig(f"{theirs}: {brief(value)} should be what {ours} is, {brief(self.config[ours])}.")
+            if value is not None:
+                self.config = {**self.config, ours: value}
+        self.config = {**family.absent, **self.config}
+
+    def _switches(self, kind: str) -> None:
         """What this block honours at one value is at that value."""
-        for key, only in {**FIXED, **_NEUTRAL}.items():
+        family = _FAMILY[kind]
+        apart = {*_EXTRA, *family.inert, *(("index_topk",) if kind in _INDEXED else ())}
+        for key, only in {**FIXED, **_NEUTRAL, **family.fixed}.items():
             value = self.config.get(key, only)
-            if value != only and key not in _EXTRA and not (value is None and key in _NEUTRAL):
+            if value != only and key not in apart and not (value is None and key not in FIXED):
                 raise BadConfig(f"{key}: {brief(value)} is not what this block computes; only {only!r} is.")
         if self.config.get("rope_interleave", True) is not True:
             raise BadConfig("rope_interleave: false means rotary weights in half-split order; these are in pairs.")
-        if other := [kind for kind in self._list("layer_types") if kind != "full_attention"]:
-            raise BadConfig(
-                f"layer_types: {brief(other[0])} is not what this block computes; only 'full_attention' is."
-            )
+        full = ("full_attention", *(("indexed_attention",) if kind in _INDEXED else ()))
+        if other := [layer for layer in self._list("layer_types") if layer not in full]:
+            raise BadConfig(f"layer_types: {brief(other[0])} is not what this block computes; only {full[-1]!r} is.")
+
+    def _index_topk(self) -> int:
+        """Up to how many tokens attention is full, after checking that each block has an indexer of its own."""
+        if self._get("q_lora_rank") is None:
+            raise BadConfig("q_lora_rank: None is not what a model with indexers has: they read the query latent.")
+        for key in _SHARING:
+            value = self.config.get(key)
+            each = value if isinstance(value, list | str) else [value]
+            if other := [one for one in each if one not in ("full", "F", 1, None)]:
+                raise BadConfig(f"{key}: {brief(other[0])}: blocks that share another's indexer are not read.")
+        return self.whole("index_topk")
 
     def _moe(self, blocks: int, kind: str) -> tuple[bool, ...]:
         """Which blocks are MoE blocks."""
@@ -333,9 +456,12 @@ class _Reader:
             if (rope or {}).get(key) not in (None, fine):
                 said = brief(rope[key])  # type: ignore[index]
                 raise BadConfig(f"{where}.{key}: {said} is not supported; these checkpoints leave it out.")
+        sarvam = self.config.get("model_type") == _SARVAM
+        if rope is None and sarvam:
+            raise BadConfig(f"{where}: the config lacks it: transformers reads that as none, other readers as YaRN.")
         if rope is None or kind == "default":
             return float(theta), None
-        if kind != "yarn":
+        if kind != "yarn" and not (kind == "deepseek_yarn" and sarvam):
             raise BadConfig(f"{where}.type: {brief(kind)} is not one of default, yarn.")
         return float(theta), self._yarn(rope, where)
 

@@ -39,7 +39,7 @@ class Decoder:
 
         Raises:
             ShapeMismatch: tokens are not [B T] integers, or the mask is of another shape, or has holes.
-            BadText: a token id outside the vocabulary, a row without a real token.
+            BadText: a token id outside the vocabulary, a row without a real token, or with too many (`check_length`).
         """
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
             raise ShapeMismatch(
@@ -56,9 +56,10 @@ class Decoder:
 
         Raises:
             ShapeMismatch: it is of another shape, or has holes.
-            BadText: a row has no real token.
+            BadText: a row has no real token, or too many (`check_length`).
         """
         if keep is None:
+            self.check_length(length)
             return
         if keep.shape != (batch, length):
             raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {[batch, length]}.")
@@ -68,6 +69,20 @@ class Decoder:
         if int((real[:, 1:] != real[:, :-1]).sum(-1).max() if real.shape[1] > 1 else 0) > 1:
             raise ShapeMismatch(
                 "the mask has holes: pads stand left or right of a row's tokens, not between or on both sides."
+            )
+        self.check_length(int(real.sum(-1).max()))
+
+    def check_length(self, longest: int) -> None:
+        """Refuse a text that this model's indexers would act in: its attention is not full then, and ours is.
+
+        Raises:
+            BadText: the model has indexers, and the longest text more than ``index_topk`` tokens.
+        """
+        most = self.dims.index_topk
+        if most is not None and longest > most:
+            raise BadText(
+                f"a text of {longest:,} tokens is longer than index_topk: beyond {most:,} tokens this model's indexers"
+                " choose the keys that attention sees, and indexers are not computed here. Shorten it."
             )
 
     def run(
@@ -215,6 +230,8 @@ class _Walk:
         if self.frame is None:
             new = given["x_n"].shape[1]
             length = new + _past_length(self.past)
+            if self.tokens is None:  # else it is checked
+                self.decoder.check_keep(self.keep, given["x_n"].shape[0], length)
             ids = position_ids(self.keep, length, device)[..., -new:]
             mask = causal_mask(self.keep, length, dtype, device)[..., -new:, :]
             self.frame = {"R": rotation(ids, self.decoder.dims, dtype), "M": mask}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.config import FIXED, GLM, SIZES, config_file, read_config, read_sizes
+from probe.config import FIXED, GLM, SIZES, V32, config_file, read_config, read_sizes
 from probe.errors import asking
 
 EPS_LATENT = 1e-6
@@ -57,7 +57,8 @@ class Dims:
     """A model's sizes by letter, and its constants.
 
     ``r_q`` is None in a model without a query latent; ``e``, ``k``, ``m`` and ``m_s`` are 0 where no block is a MoE;
-    ``moe`` says of each block whether it is one.
+    ``moe`` says of each block whether it is one. ``index_topk`` is up to how many tokens the attention of a model with
+    indexers is full, and so ours; of others it is None.
     """
 
     d: int
@@ -83,6 +84,7 @@ class Dims:
     yarn: Yarn | None
     tied: bool = False
     max_positions: int | None = None
+    index_topk: int | None = None
 
     @property
     def q(self) -> int:
@@ -151,7 +153,8 @@ class Dims:
     def to_config(self) -> dict[str, Any]:
         """The config that `from_config` reads back equal, in Kimi K2's own (old) rotary keys.
 
-        Where dense and MoE blocks alternate, it is one of GLM-4.7-Flash's kind, the only one that can say so.
+        Where dense and MoE blocks alternate, it is one of GLM-4.7-Flash's kind, which can say so; of a model with
+        indexers, one of DeepSeek-V3.2's kind, which keeps its limit on texts.
         """
         dense = self.moe.index(True) if any(self.moe) else self.blocks
         shared = self.m_s // self.m if self.m else 1
@@ -188,6 +191,8 @@ class Dims:
             del config["first_k_dense_replace"]
             types = ["sparse" if moe else "dense" for moe in self.moe]
             config |= {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": GLM, "mlp_layer_types": types}
+        if self.index_topk is not None:
+            config |= {"architectures": ["DeepseekV32ForCausalLM"], "model_type": V32, "index_topk": self.index_topk}
         return config
 
 

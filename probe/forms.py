@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from probe.config import config_file, extra_layers, read_config, text_config, wrapper
+from probe.config import Layout, config_file, extra_layers, layout, read_config, text_config
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadConfig, asking
 from probe.headers import READ, Stored, brief, read_headers, told, uncollected
 from probe.leaves import FP32
-from probe.names import stored_shapes
+from probe.names import INDEXER, stored_shapes
 from probe.quantised import BLOCK, GROUP, fp8_scales
 
 Form = Literal["plain", "fp8", "int4"]
@@ -30,6 +30,7 @@ PER_WORD = 8
 BUFFERS = "rotary buffers (inv_freq), which no run reads"
 EXTRA = "next-token modules (MTP), which no run reads"
 SIGHT = "the part that sees, of which only the text part is read"
+CHOOSING = "indexers, which act in texts beyond index_topk tokens alone, and those are refused"
 
 
 class Kept(NamedTuple):
@@ -108,20 +109,20 @@ def _match(
     kept: dict[str, Kept] = {}
     faults: list[Fault] = []
     rest = dict.fromkeys(stored)
-    whole = wrapper(config)
-    prefix = whole.text if whole else ""
+    spelt = layout(config, stored)
     for name, shape in stored_shapes(dims).items():
-        found = _find(stored, prefix + name, form)
+        full = spelt.full(name)
+        found = _find(stored, full, form)
         if found is None:
-            faults.append(Fault(prefix + name, _missing(prefix + name, stored)))
+            faults.append(Fault(full, _missing(full, stored)))
             continue
         kept[name] = found
         for part in found.parts:
             rest.pop(part, None)
-        faults += _faults_of(stored, prefix + name, found, shape, form)
-    left_out, unknown = _sorted_out(rest, config, dims)
+        faults += _faults_of(stored, full, found, shape, form)
+    left_out, unknown = _sorted_out(rest, spelt, dims, extra_layers(config))
     for name in unknown:
-        head = name == f"{prefix}lm_head.weight"
+        head = name == spelt.full("lm_head.weight")
         said = "is there, but tie_word_embeddings is true" if head else _unknown(name, stored)
         faults.append(Fault(name, said, stored[name].file))
     return kept, left_out, faults
@@ -179,21 +180,21 @@ def _faults_of_parts(stored: Mapping[str, Stored], kept: Kept) -> Iterator[Fault
 
 
 def _sorted_out(
-    rest: Mapping[str, None], config: Mapping[str, Any], dims: Dims
+    rest: Mapping[str, None], spelt: Layout, dims: Dims, extra: int
 ) -> tuple[dict[str, list[str]], list[str]]:
     """What is no weight, by what it is; and what nobody knows."""
-    whole = wrapper(config)
-    prefix, apart = (whole.text, whole.apart) if whole else ("", ())
-    extra = range(dims.blocks, dims.blocks + extra_layers(config))
     left_out: dict[str, list[str]] = {}
     unknown = []
     for name in rest:
-        layer = _LAYER.match(name.removeprefix(prefix))
-        if layer and int(layer[1]) in extra:
+        found = _LAYER.match(spelt.original(name))
+        layer = int(found[1]) if found else -1
+        if dims.blocks <= layer < dims.blocks + extra:
             left_out.setdefault(EXTRA, []).append(name)
+        elif dims.index_topk is not None and 0 <= layer < dims.blocks and INDEXER.search(name):
+            left_out.setdefault(CHOOSING, []).append(name)
         elif name.endswith("rotary_emb.inv_freq"):
             left_out.setdefault(BUFFERS, []).append(name)
-        elif name.startswith(apart):
+        elif name.startswith(spelt.apart):
             left_out.setdefault(SIGHT, []).append(name)
         else:
             unknown.append(name)
@@ -201,6 +202,11 @@ def _sorted_out(
 
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+
+
+def told_apart(left_out: Mapping[str, list[str]]) -> list[str]:
+    """What was left out, in sentences."""
+    return [f"left out: {len(names)} tensors, {what}" for what, names in left_out.items()]
 
 
 def _missing(name: str, stored: Mapping[str, Stored]) -> str:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from probe.config import LOADED, Layout
 from probe.dims import Dims
 from probe.errors import BadCheckpoint
+from probe.forms import CHOOSING, SIGHT, told_apart
 from probe.leaves import FP32
-from probe.names import shown, stored_name, stored_shapes
+from probe.names import INDEXER, shown, stored_name, stored_shapes
 from probe.weights import InMemory, weight_sites
 
 _FUSED = {"W_1_e": "gate_up_proj", "W_3_e": "gate_up_proj", "W_2_e": "down_proj"}
@@ -18,7 +20,9 @@ _FUSED = {"W_1_e": "gate_up_proj", "W_3_e": "gate_up_proj", "W_2_e": "down_proj"
 
 
 def from_state(state: Mapping[str, Tensor], dims: Dims) -> InMemory:
-    """The state dict of transformers' ``DeepseekV3ForCausalLM`` as weights.
+    """The state dict of transformers' ``DeepseekV3ForCausalLM``, or of another class of this block, as weights.
+
+    Indexers are left out, and of a model that sees all but the text part; ``notes`` say what.
 
     They are views of what it holds, the fused experts among them, so a change there is a change here. Copied are only
     ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV``, whose rows alternate by head, and router weight and correction bias
@@ -28,8 +32,24 @@ def from_state(state: Mapping[str, Tensor], dims: Dims) -> InMemory:
         BadCheckpoint: a tensor is missing, unknown, quantised, not loaded (on the meta device) or of another shape
             than ``dims`` say; tensors on several devices; a head that contradicts the config.
     """
+    state, notes = _read(state, dims)
     _check(state, dims)
-    return InMemory(dims, {(b, leaf.name): _weight(state, b, leaf.name, dims) for b, leaf in weight_sites(dims)})
+    return InMemory(dims, {(b, leaf.name): _weight(state, b, leaf.name, dims) for b, leaf in weight_sites(dims)}, notes)
+
+
+def _read(state: Mapping[str, Tensor], dims: Dims) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors by their original names, without those that are known and not read; and what these are."""
+    spelt = LOADED if any(name.startswith(LOADED.layers) for name in state) else Layout()
+    read: dict[str, Tensor] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, tensor in state.items():
+        if name.startswith(spelt.apart):
+            left_out.setdefault(SIGHT, []).append(name)
+        elif dims.index_topk is not None and INDEXER.search(name):
+            left_out.setdefault(CHOOSING, []).append(name)
+        else:
+            read[spelt.original(name)] = tensor
+    return read, tuple(told_apart(left_out))
 
 
 def _weight(state: Mapping[str, Tensor], block: int | None, name: str, dims: Dims) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +72,9 @@ SOURCES: dict[str, Source] = {
     "W_U": Source("lm_head"),
 }
 """Where each weight of the card comes from. W_UQ and W_QR alternate by head in one module, so do W_UK and W_UV."""
+
+INDEXER = re.compile(r"\.self_attn\.indexer\.(?:(?:wq_b|wk|k_norm|weights_proj)\.weight|k_norm\.bias)(?:_[a-z_]+)?$")
+"""Ends the name of a tensor of a block's indexer, or of a part that it is quantised into."""
 
 
 def stored_name(block: int | None, name: str, dims: Dims, expert: int | None = None) -> str:

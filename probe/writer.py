@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from probe.card import Leaf
-from probe.config import wrapper
+from probe.config import Layout, layout, wrapper
 from probe.dims import Dims
 from probe.engine import Weights
 from probe.errors import BadCheckpoint, BadConfig, ShapeMismatch, asking
@@ -148,8 +148,9 @@ def save(
         form: ``plain``; ``fp8``, every matrix of a block but the router's; or ``int4``, the routed experts alone.
         dtype: of all that is not quantised, but the correction bias, which stays fp32.
         shards: how many files, each with consecutive tensors; or ``blocks``: a file a block, as Kimi K2 has it.
-        config: further keys for ``config.json`` (token ids, say), or other values. ``model_type="kimi_k25"`` writes
-            the text part of a model that sees: a prefix before all names, the config inside ``text_config``.
+        config: further keys for ``config.json`` (token ids, say), or other values. ``model_type="kimi_k25"`` (or
+            ``"kimi_vl"``) writes the text part of a model that sees: a prefix before all names, the config inside
+            ``text_config``.
 
     Raises:
         BadConfig: sizes that a config cannot say: a shared expert that is no multiple of the others, say.
@@ -160,8 +161,7 @@ def save(
     _check(weights.dims, form, dtype)
     full = _config(weights.dims, form, dtype, config)
     said = json.dumps(full, indent=1) + "\n"
-    whole = wrapper(full)
-    modules = _modules(weights.dims, form, dtype, whole.text if whole else "")
+    modules = _modules(weights.dims, form, dtype, layout(full))
     parts = _cut(modules, shards, weights.dims.blocks)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -196,13 +196,15 @@ def _config(dims: Dims, form: Form, dtype: torch.dtype, more: Mapping[str, Any])
     text["torch_dtype"] = str(dtype).removeprefix("torch.")
     if form != "plain":
         text["quantization_config"] = _QUANTISED[form].config
-    if wrapper(more) is None:
+    whole = wrapper(more)
+    if whole is None:
         return {**text, **more}
-    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": more["model_type"]}
-    return {**outer, "text_config": {**text, **more, "model_type": text["model_type"]}}
+    text = {**text, **more, "model_type": text["model_type"]}
+    outer = {"architectures": [whole.architecture], "model_type": more["model_type"]}
+    return {**outer, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}
 
 
-def _modules(dims: Dims, form: Form, dtype: torch.dtype, prefix: str) -> list[_Module]:
+def _modules(dims: Dims, form: Form, dtype: torch.dtype, spelt: Layout) -> list[_Module]:
     """All that a checkpoint stores, in the order of the blocks."""
     sources: dict[str, list[tuple[int | None, Leaf, int | None]]] = {}
     for block, leaf in weight_sites(dims):
@@ -213,8 +215,9 @@ def _modules(dims: Dims, form: Form, dtype: torch.dtype, prefix: str) -> list[_M
     for name, found in sources.items():
         block, leaf, _ = found[0]
         near = near if block is None else block
-        kept, made = _form_of(prefix + name, shapes[name], block, leaf, form, dtype)
-        modules.append(_Module(prefix + name, near, shapes[name], found, kept, made))
+        full = spelt.full(name)
+        kept, made = _form_of(full, shapes[name], block, leaf, form, dtype)
+        modules.append(_Module(full, near, shapes[name], found, kept, made))
     return modules
 
 

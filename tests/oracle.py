@@ -1,4 +1,4 @@
-"""The oracle: transformers' DeepseekV3, small and seeded, made to show what it computes inside.
+"""The oracle: transformers' DeepseekV3 and its kin, small and seeded, made to show what they compute inside.
 
 Attention is ``eager`` and experts are ``grouped_mm``, which together give the bits of the model's own code. Modules
 show their outputs through hooks; what no module returns (scores, norms' statistics, the experts' inner values) is
@@ -7,17 +7,45 @@ seen by a `TorchFunctionMode` that notes the torch calls made inside each module
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    SarvamMLAConfig,
+    YoutuConfig,
+    YoutuForCausalLM,
+)
 
 from probe import Dims, InMemory, Site
 from probe.from_state import from_state
+
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "youtu": (YoutuConfig, YoutuForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    "sarvam_mla": (SarvamMLAConfig, DeepseekV3ForCausalLM),
+    "kimi_k25": (Kimi_K25Config, Kimi_K25ForConditionalGeneration),
+}
+"""By model type, transformers' own classes for it."""
 
 YARN: dict[str, Any] = {
     "type": "yarn",
@@ -70,6 +98,40 @@ def config(yarn: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, A
     return made
 
 
+def indexed(kind: str, topk: int, **changes: Any) -> dict[str, Any]:
+    """`config` of a model with indexers, whose attention is full up to ``topk`` tokens."""
+    return config(model_type=kind, index_topk=topk, index_n_heads=2, index_head_dim=16, **changes)
+
+
+def sarvam(yarn: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """`config` in the keys of sarvam-105b: experts, groups, query latent and YaRN are spelt otherwise, or left out."""
+    made = config(yarn, model_type="sarvam_mla", head_dim=36, q_head_dim=20, use_qk_norm=True, **changes)
+    made["num_experts"], made["num_shared_experts"] = made.pop("n_routed_experts"), made.pop("n_shared_experts")
+    made["rope_scaling"] = {**made["rope_scaling"], "type": "deepseek_yarn"}
+    return {k: v for k, v in made.items() if k in changes or k not in ("n_group", "topk_group", "q_lora_rank")}
+
+
+def seeing(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a K2.5 with this text part and little sight."""
+    sight = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tied = text["tie_word_embeddings"]
+    whole = {"model_type": "kimi_k25", "projection_hidden_size": 32, "tie_word_embeddings": tied}
+    return {**whole, "vision_config": sight, "text_config": {**text, "model_type": "deepseek_v3"}}
+
+
+def theirs(config: Mapping[str, Any], device: str = "cpu") -> Any:
+    """Transformers' model of a config, on their own weights."""
+    config = deepcopy(dict(config))  # it writes into what it is given
+    kind, model = CLASSES[config.pop("model_type")]
+    read = kind(**config)
+    text = read.get_text_config()
+    text._attn_implementation = "eager"
+    if kind is not YoutuConfig:  # which has no experts
+        text._experts_implementation = "grouped_mm"
+    with torch.device(device):
+        return model(read).eval().requires_grad_(False)
+
+
 class Call(NamedTuple):
     """A torch call made inside a module."""
 
@@ -119,12 +181,8 @@ class Oracle:
     ) -> None:
         self.config = dict(config)
         self.dims = Dims.from_config(config)
-        read = {k: v for k, v in config.items() if k != "model_type"}
-        # It writes into what it is given.
-        read["rope_scaling"] = dict(config["rope_scaling"]) if config["rope_scaling"] else None
-        hf = DeepseekV3Config(**read)
-        hf._attn_implementation, hf._experts_implementation = "eager", "grouped_mm"
-        self.model = DeepseekV3ForCausalLM(hf).eval().requires_grad_(False)
+        self.model = theirs(config)
+        self.text = getattr(self.model.model, "language_model", self.model.model)
         self._draw(seed, bias, small)
         for name, parameter in self.model.named_parameters():
             # Not model.to(dtype): that would round the rotary frequencies and the correction bias.
@@ -156,7 +214,8 @@ class Oracle:
     def show(self, tokens: Tensor, keep: Tensor | None = None) -> Shown:
         """Run on tokens ([B T]; ``keep`` true where real) and return every value it can be made to show."""
         watch, handles = _Watch(), []
-        for name, module in self.model.named_modules():
+        for full, module in self.model.named_modules():
+            name = re.sub(r"^model\.language_model", "model", full)
 
             def enter(_module: Any, args: Any, kwargs: Any, name: str = name) -> None:
                 watch.inputs[name] = args[0] if args else kwargs.get("hidden_states")
@@ -200,7 +259,8 @@ class Shown:
         self.values: dict[Site, Tensor] = {Site(None, "x_0"): watch.outputs["model.embed_tokens"]}
         for i, moe in enumerate(self.dims.moe):
             inside = {**self._attention(i), **(self._moe(i) if moe else self._dense(i))}
-            inside["x_next"] = watch.outputs[f"model.layers.{i}"]
+            out = watch.outputs[f"model.layers.{i}"]
+            inside["x_next"] = out[0] if isinstance(out, tuple) else out  # GLM-5's shows its chosen keys too
             self.values.update({Site(i, name): value for name, value in inside.items()})
         self.values.update({Site(None, name): value for name, value in self._norm("model.norm", "final").items()})
         self.values[Site(None, "logits")] = watch.outputs["lm_head"]

@@ -20,7 +20,7 @@ from hooks import HookedModel
 from probe import TINY, Dims, Tokenizer
 from probe.errors import BadCheckpoint, BadConfig, BadText
 from tests.hooks.small import close
-from tests.oracle import Oracle, config, draw, padding
+from tests.oracle import Oracle, config, draw, indexed, padding, sarvam, seeing
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "k2": config(),
@@ -32,6 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all MoE": config(first_k_dense_replace=0, num_hidden_layers=2),
     "one head": config(num_attention_heads=1, num_key_value_heads=1),
     "yarn 32/1": config(yarn={"beta_fast": 32.0, "mscale": 0.7, "mscale_all_dim": 1.3}),
+    "V3.2": indexed("deepseek_v32", 7, n_group=4, topk_group=2),
+    "GLM-5": indexed("glm_moe_dsa", 7, rope_scaling=None, rms_norm_eps=1e-5),
+    "sarvam": sarvam(),
+    "K2.5": seeing(config()),
+    "K2.5 tied": seeing(config(tie_word_embeddings=True)),
 }
 COPIED = {"W_UQ", "W_QR", "W_UK", "W_UV"}
 
@@ -52,6 +57,15 @@ def test_its_logits_are_the_models(name: str) -> None:
     for side in ("left", "right"):
         keep = padding([7, 4], side)
         close(ours(tokens, keep)[keep], run(oracle.model, tokens, keep)[keep])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("V3.2", "left out: 15 tensors, indexers"), ("K2.5", "tensors, the part that sees"), ("sarvam", None)],
+)
+def test_what_is_left_out_of_a_model_is_told(name: str, told: str | None) -> None:
+    notes = HookedModel.from_hf(Oracle(CONFIGS[name]).model).notes
+    assert [told in note for note in notes] == [True] if told else notes == ()
 
 
 @pytest.mark.parametrize("name", ["groups", "no query latent", "tied", "dense"])

@@ -284,7 +284,6 @@ def test_yarn_refused_by_the_key(yarn: dict[str, Any], said: tuple[str, ...]) ->
     ("kind", "reason"),
     [
         ("deepseek_v2", "softmax"),
-        ("deepseek_v32", "indexer"),
         ("kimi_linear", "linear attention"),
         ("longcat_flash", "two attentions"),
     ],
@@ -300,7 +299,10 @@ def test_strangers_are_refused_with_the_reason(kind: str, reason: str) -> None:
 def test_unknown_families_are_refused(kind: Any) -> None:
     message = refusal(k2(model_type=kind))
     assert message.startswith("model_type: ")
-    assert "kimi_k2, deepseek_v3, glm4_moe_lite, youtu, kimi_k25" in message
+    assert (
+        "kimi_k2, deepseek_v3, glm4_moe_lite, youtu, deepseek_v32, glm_moe_dsa, sarvam_mla, kimi_k25, kimi_vl"
+        in message
+    )
 
 
 def test_both_of_the_family_are_read() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
     Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    Kimi_K25Config,
-    Kimi_K25ForConditionalGeneration,
+    GlmMoeDsaConfig,
     YoutuConfig,
-    YoutuForCausalLM,
 )
 
 from probe import KIMI_K2, Checkpoint, Decoder, Dims, account, from_state, load, save
-from probe.config import extra_layers, text_config, unread_keys, wrapper
+from probe.config import Layout, extra_layers, layout, text_config, unread_keys, wrapper
 from probe.dims import Yarn
-from probe.errors import BadConfig
+from probe.errors import BadCheckpoint, BadConfig
 from probe.forms import EXTRA, SIGHT
 from probe.numerics import rotation
+from probe.params import tally
 from probe.weights import random_weights
+from tests.oracle import CLASSES, Oracle, draw, sarvam, seeing
+from tests.oracle import config as small
 from tests.probe.files import edit_json, edit_shard, same
 from tests.probe.small import K2_CONFIG, SMALL, k2
 from tests.probe.test_dims import refusal
@@ -175,6 +176,87 @@ GLM: dict[str, Any] = {
     "vocab_size": 154880,
 }
 
+V32: dict[str, Any] = {
+    **V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+    "quantization_config": {**FP8, "scale_fmt": "ue8m0"},
+}
+
+GLM5: dict[str, Any] = {
+    **{key: value for key, value in GLM.items() if key not in ("mlp_layer_types", "rope_scaling", "rope_theta")},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+}
+
+SARVAM: dict[str, Any] = {
+    "architectures": ["SarvamMLAForCausalLM"],
+    "attn_implementation": "eager",
+    "embedding_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "head_dim": 576,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "sarvam_mla",
+    "moe_intermediate_size": 2048,
+    "moe_router_enable_expert_bias": True,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_shared_experts": 1,
+    "output_dropout": 0.0,
+    "q_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {**V3["rope_scaling"], "type": "deepseek_yarn"},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "v_head_dim": 128,
+    "vocab_size": 262144,
+}
+
+KIMI_VL: dict[str, Any] = {
+    "architectures": ["KimiVLForConditionalGeneration"],
+    "model_type": "kimi_vl",
+    "media_placeholder_token_id": 163605,
+    "text_config": {
+        **{key: value for key, value in MOONLIGHT.items() if key not in ("architectures", "auto_map", "model_type")},
+        "max_position_embeddings": 131072,
+        "rope_scaling": None,
+        "rope_theta": 800000.0,
+    },
+    "vision_config": {"model_type": "moonvit", "num_hidden_layers": 27},
+}
+
 LONGER = {"factor": 64.0}
 THINKING = k2(yarn=LONGER, rms_norm_eps=1e-5, max_position_embeddings=262144, quantization_config=...)
 K25 = {
@@ -279,12 +361,42 @@ DIMS: dict[str, tuple[dict[str, Any], Dims]] = {
         ),
     ),
 }
-
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "youtu": (YoutuConfig, YoutuForCausalLM),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+DIMS |= {
+    "DeepSeek-V3.2": (V32, replace(DIMS["DeepSeek-V3"][1], index_topk=2048)),
+    "GLM-5": (
+        GLM5,
+        replace(
+            DIMS["GLM-4.7-Flash"][1],
+            d=6144,
+            r_q=2048,
+            h=64,
+            f=12288,
+            e=256,
+            k=8,
+            m=2048,
+            m_s=2048,
+            moe=tuple(i >= 3 for i in range(78)),
+            scaling=2.5,
+            index_topk=2048,
+        ),
+    ),
+    "sarvam-105b": (
+        SARVAM,
+        replace(
+            DIMS["DeepSeek-V3"][1],
+            d=4096,
+            r_q=None,
+            h=64,
+            f=16384,
+            e=128,
+            V=262144,
+            moe=tuple(i >= 1 for i in range(32)),
+            n_group=1,
+            topk_group=1,
+            max_positions=131072,
+        ),
+    ),
+    "Kimi-VL": (KIMI_VL, replace(DIMS["Moonlight"][1], theta=8e5, max_positions=131072)),
 }
 
 
@@ -331,9 +443,9 @@ def smaller(name: str) -> dict[str, Any]:
     """A published config at small widths: its rotary width, constants, groups and kinds of blocks stay."""
     text = dict(text_config(DIMS[name][0]))
     text |= SMALLER
-    text["q_lora_rank"] = text["q_lora_rank"] and 44
-    if text.get("n_routed_experts"):
-        text |= {"n_routed_experts": 32, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+    text["q_lora_rank"] = text.get("q_lora_rank") and 44
+    if experts := {"n_routed_experts", "num_experts"} & text.keys():
+        text |= {experts.pop(): 32, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
     if "mlp_layer_types" in text:
         text["mlp_layer_types"] = ["sparse", "dense", "sparse"]
         del text["first_k_dense_replace"]
@@ -343,6 +455,10 @@ def smaller(name: str) -> dict[str, Any]:
 def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return model(tokens, use_cache=False).logits
+
+
+def near(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
 # --- constants ---------------------------------------------------------------------------------
@@ -361,18 +477,28 @@ def test_it_counts_what_transformers_would_hold_at_full_size(name: str) -> None:
     config, dims = DIMS[name]
     model = theirs(config, device="meta")
     biases = sum(b.numel() for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
-    assert account(dims).total == sum(p.numel() for p in model.parameters()) + biases
+    read = sum(p.numel() for n, p in model.named_parameters() if ".indexer." not in n)
+    assert account(dims).total == read + biases
 
 
-@pytest.mark.parametrize(("name", "kind"), [("GLM-4.7-Flash", Glm4MoeLiteConfig), ("Youtu-LLM", YoutuConfig)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("GLM-4.7-Flash", Glm4MoeLiteConfig),
+        ("Youtu-LLM", YoutuConfig),
+        ("DeepSeek-V3.2", DeepseekV32Config),
+        ("GLM-5", GlmMoeDsaConfig),
+    ],
+)
 def test_the_sizes_are_transformers_own_for_that_model(name: str, kind: Any) -> None:
-    """Its config classes are made for one model each; only the rotary base is not in them."""
+    """Its config classes are made for one model each; only what it rotates by is not in them."""
     dims = Dims.from_config(kind().to_dict())
-    assert replace(dims, theta=DIMS[name][1].theta) == DIMS[name][1]
+    assert replace(dims, theta=DIMS[name][1].theta, yarn=DIMS[name][1].yarn) == DIMS[name][1]
 
 
 def test_totals_as_their_makers_round_them() -> None:
     said = {"DeepSeek-V3": 671e9, "Moonlight": 16e9, "Youtu-LLM": 1.96e9, "GLM-4.7-Flash": 30e9, "K2.5": 1.03e12}
+    said |= {"GLM-5": 744e9, "sarvam-105b": 106e9, "Kimi-VL": 16e9}
     for name, total in said.items():
         assert account(DIMS[name][1]).total == pytest.approx(total, rel=0.02)
     assert account(DIMS["DeepSeek-V3"][1]).active == pytest.approx(37.5e9, rel=0.02)
@@ -414,7 +540,7 @@ def test_what_transformers_saves_runs_as_transformers_runs_it(name: str, tmp_pat
     assert replace(weights.dims, max_positions=None) == replace(Dims.from_config(smaller(name)), max_positions=None)
     held = from_state(model.state_dict(), weights.dims)
     for ours in (weights, held, load(tmp_path, keep="disk")):
-        assert torch.allclose(Decoder(ours)(tokens), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+        assert near(Decoder(ours)(tokens), want)
     same(weights, held)
 
 
@@ -503,8 +629,12 @@ def test_youtu_is_tied_and_dense_whatever_it_leaves_out() -> None:
 def test_the_text_part_of_a_model_that_sees() -> None:
     whole = wrapper(K25)
     assert whole is not None
-    assert (whole.text, whole.apart) == ("language_model.", ("vision_tower.", "mm_projector."))
-    assert text_config(K25) is K25["text_config"]
+    assert layout(K25) is whole.layouts[0]
+    assert layout(K25).full("model.layers.3.mlp.gate.weight") == "language_model.model.layers.3.mlp.gate.weight"
+    assert layout(K25).full("lm_head.weight") == "language_model.lm_head.weight"
+    assert layout(K2_CONFIG) == Layout()
+    assert text_config(K25) == K25["text_config"]
+    assert text_config(KIMI_VL) == {"model_type": "deepseek_v3", **KIMI_VL["text_config"]}
     assert wrapper(K2_CONFIG) is None
     assert text_config(K2_CONFIG) is K2_CONFIG
     message = refusal({**K25, "text_config": {**K25["text_config"], "hidden_size": "7168"}})  # type: ignore[dict-item]
@@ -512,35 +642,72 @@ def test_the_text_part_of_a_model_that_sees() -> None:
     assert refusal({**K25, "text_config": [1]}).startswith("text_config: a kimi_k25 config should hold")
 
 
-def test_the_text_part_runs_as_transformers_runs_the_whole(tmp_path: Path) -> None:
-    text = {k: v for k, v in smaller("K2.5").items() if k not in ("quantization_config", "torch_dtype")}
-    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Kimi_K25Config(
-        text_config={**text, "model_type": "deepseek_v3"},
-        vision_config=sees,
-        projection_hidden_size=32,
-        tie_word_embeddings=False,
-    )
-    config.text_config._attn_implementation = "eager"
-    model = Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for name, tensor in model.state_dict().items():
-        if "language_model" in name and tensor.ndim > 1:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor.shape[-1] ** 0.5)
-    model.save_pretrained(tmp_path)
+def as_published(state: dict[str, Tensor]) -> None:
+    """Transformers 5.24 writes some of the names back wrongly."""
+    for name in list(state):
+        right = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        state[right.removeprefix("model.")] = state.pop(name)
 
-    def as_published(state: dict[str, Tensor]) -> None:  # transformers 5.24 writes some of the names back wrongly
-        for name in list(state):
-            right = name.replace("language_model.model.blocks.", "language_model.model.layers.")
-            state[right.removeprefix("model.")] = state.pop(name)
 
-    edit_shard(tmp_path / "model.safetensors", as_published)
-    tokens = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        want = model(input_ids=tokens).logits
+def as_loaded(state: dict[str, Tensor]) -> None:
+    """The names by which transformers holds them, experts apart."""
+    for name in list(state):
+        inside = name.removeprefix("language_model.").replace("model.blocks.", "model.language_model.layers.")
+        inside = re.sub(r"^model\.(embed_tokens|norm)\.", r"model.language_model.\1.", inside)
+        state[re.sub(r"^(vision_tower|mm_projector)\.", r"model.\1.", inside)] = state.pop(name)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda state: None, as_published, as_loaded], ids=["written", "published", "loaded"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_part_runs_as_transformers_runs_the_whole(
+    change: Callable[[dict[str, Tensor]], None], tied: bool, tmp_path: Path
+) -> None:
+    oracle = Oracle(seeing(small(yarn={"factor": 64.0}, tie_word_embeddings=tied)))
+    oracle.model.save_pretrained(tmp_path)
+    edit_shard(tmp_path / "model.safetensors", change)
+    tokens, shown = draw(oracle, 2, 12)
+    for keep in ("expanded", "stored", "disk"):
+        assert near(Decoder(load(tmp_path, keep=keep))(tokens), shown[None, "logits"])
     checkpoint = Checkpoint(tmp_path)
     assert len(checkpoint.survey.left_out[SIGHT]) > 5
-    assert torch.allclose(Decoder(checkpoint)(tokens), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    same(checkpoint, oracle.weights())
+    save(checkpoint, tmp_path / "ours", dtype=torch.float32, model_type="kimi_k25")
+    same(load(tmp_path / "ours"), checkpoint)
+    written = json.loads((tmp_path / "ours" / "config.json").read_text(encoding="utf-8"))
+    assert written["tie_word_embeddings"] is tied  # transformers asks the whole, and takes true for nothing said
+
+
+def test_one_spelling_at_a_time(tmp_path: Path) -> None:
+    """A tensor under a name of another layout is none of this one's."""
+    save(random_weights(SMALL, 2), tmp_path, model_type="kimi_k25")
+    start = "language_model.model"
+    edit_shard(
+        tmp_path / "model.safetensors",
+        lambda state: state.update(
+            {f"{start}.blocks.0.input_layernorm.weight": state[f"{start}.layers.0.input_layernorm.weight"].clone()}
+        ),
+    )
+    with pytest.raises(BadCheckpoint, match=r"blocks\.0\.input_layernorm\.weight is no tensor of this model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+def test_kimi_vl_is_a_moonlight_under_another_prefix(form: Any, tmp_path: Path) -> None:
+    """Transformers has no class for it: the layout is checked, around weights that are checked elsewhere."""
+    weights = random_weights(Dims.from_config(smaller("Kimi-VL")), 4)
+    save(weights, tmp_path, form=form, model_type="kimi_vl")
+    save(weights, tmp_path / "text", form=form)
+    sight = {
+        name: torch.ones(3)
+        for name in ("vision_tower.patch_embed.pos_emb.weight", "multi_modal_projector.linear_1.bias")
+    }
+    edit_shard(tmp_path / "model.safetensors", lambda state: state.update(sight))
+    edit_json(tmp_path / "config.json", lambda config: config["text_config"].pop("model_type"))
+    assert Checkpoint(tmp_path).survey.left_out == {SIGHT: sorted(sight)}
+    same(load(tmp_path), load(tmp_path / "text"))
+    assert tally(tmp_path).total == account(weights.dims).total
 
 
 # --- refused -----------------------------------------------------------------------------------
@@ -549,13 +716,10 @@ def test_the_text_part_runs_as_transformers_runs_the_whole(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("deepseek_v32", "chooses keys with an indexer"),
-        ("glm_moe_dsa", "chooses keys with an indexer"),
         ("deepseek_v2", "softmax and has no correction bias"),
         ("kimi_linear", "linear attention"),
         ("longcat_flash", "two attentions a layer"),
         ("axk1", "norm after the feed-forward part"),
-        ("sarvam_mla", "other keys"),
         ("mistral4", "queries are scaled by position"),
         ("minicpm3", "scales the embedding, each update and the logits"),
     ],
@@ -565,6 +729,38 @@ def test_another_block_is_refused_by_name_with_the_reason(kind: str, reason: str
         message = refusal(config)
         assert f"model_type: {kind!r} is another block than ours: " in message
         assert reason in message
+
+
+def test_sarvams_own_keys_are_sarvams_alone() -> None:
+    assert unread_keys(k2(num_experts=384)) == ("num_experts",)
+    assert refusal(k2(yarn={"type": "deepseek_yarn"})).startswith("rope_scaling.type: 'deepseek_yarn'")
+    assert refusal(k2(use_qk_norm=True)).startswith("use_qk_norm: True")
+    dims = DIMS["sarvam-105b"][1]
+    for same_said in ({"n_routed_experts": 128}, {"rope_scaling": V3["rope_scaling"]}, {"score_function": "sigmoid"}):
+        assert Dims.from_config({**SARVAM, **same_said}) == dims
+    for key, value in {
+        "n_routed_experts": 64,
+        "moe_router_enable_expert_bias": False,
+        "score_function": "softmax",
+        "router_dtype": "bf16",
+    }.items():
+        assert key in refusal({**SARVAM, key: value})
+    assert refusal({**SARVAM, "rope_scaling": None}).startswith("rope_scaling: the config lacks it")
+
+
+def test_groups_that_sarvam_leaves_out_are_told(tmp_path: Path) -> None:
+    """One transformers' reading, and another: they differ, so whoever opens it must know."""
+    oracle = Oracle(sarvam(), seed=2)
+    said = {**oracle.config, "num_experts": 32}
+    assert (Dims.from_config(said).n_group, Dims.from_config(said).topk_group) == (1, 1)
+    oracle.model.save_pretrained(tmp_path)
+    assert not any("n_group" in note for note in load(tmp_path).notes)
+    edit_json(tmp_path / "config.json", lambda config: [config.pop(key) for key in ("n_group", "topk_group")])
+    assert any(note.startswith("config.json does not state n_group") for note in load(tmp_path).notes)
+    tokens, shown = draw(oracle, 2, 9)
+    assert near(Decoder(load(tmp_path))(tokens), shown[None, "logits"])
+    edit_json(tmp_path / "config.json", lambda config: config.update(n_group=2, topk_group=1))
+    assert not near(Decoder(load(tmp_path))(tokens), shown[None, "logits"])
 
 
 @pytest.mark.parametrize(("kind", "near"), [("kimi-k2", "kimi_k2"), ("DeepSeek_V3", "deepseek_v3"), ("yutu", "youtu")])
@@ -609,7 +805,7 @@ def test_an_unknown_key_is_told_and_not_refused() -> None:
 
 def test_no_key_that_is_read_is_told() -> None:
     """Whatever transformers writes for these models is known here."""
-    for name in ("DeepSeek-V3", "Youtu-LLM", "GLM-4.7-Flash"):
+    for name in ("DeepSeek-V3", "Youtu-LLM", "GLM-4.7-Flash", "DeepSeek-V3.2", "GLM-5", "sarvam-105b"):
         config = smaller(name)
         kind, _ = CLASSES[config.pop("model_type")]
         config.pop("quantization_config", None)

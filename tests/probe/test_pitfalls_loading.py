@@ -162,7 +162,7 @@ def test_a_head_that_is_tied_and_one_that_is_not(tmp_path: Path) -> None:
     refused(tmp_path / "untied", "lm_head.weight is there, but tie_word_embeddings is true")
 
 
-@pytest.mark.parametrize("kind", ["kimi_k9", "mixtral", "kimi_linear", "deepseek_v32", None])
+@pytest.mark.parametrize("kind", ["kimi_k9", "mixtral", "kimi_linear", "deepseek_v4", None])
 def test_an_unknown_model_type_loads_nothing(kind: str | None, plain: Path) -> None:
     """Elsewhere it loads with experts that are random, and a warning."""
     edit_json(plain / "config.json", lambda config: config.update(model_type=kind))

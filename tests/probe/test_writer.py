@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from probe import KIMI_K2, Checkpoint, Decoder, Dims, Drawn, InMemory, Weights, from_state, load, random_weights, save
+from probe.config import Layout
 from probe.errors import BadCheckpoint, BadConfig, ShapeMismatch
 from probe.forms import Form
 from probe.quantised import dequantise_int4, plain_fp8, quantise_fp8, quantise_int4
@@ -170,7 +171,7 @@ INV_FREQ = 2 * 56
 
 
 def test_k2s_own_sizes_fp8() -> None:
-    first, last = _cut(_modules(TWO, "fp8", torch.bfloat16, ""), "blocks", 2)
+    first, last = _cut(_modules(TWO, "fp8", torch.bfloat16, Layout()), "blocks", 2)
     assert _bytes(first) + INV_FREQ == FP8_BLOCK_0
     assert _bytes(last) + INV_FREQ == FP8_LAST
     assert _bytes({name: what for name, what in last.items() if ".layers." in name}) + INV_FREQ == FP8_BLOCK
@@ -184,7 +185,7 @@ def test_k2s_own_sizes_fp8() -> None:
 
 
 def test_k2_thinkings_own_sizes_int4() -> None:
-    first, last = _cut(_modules(TWO, "int4", torch.bfloat16, ""), "blocks", 2)
+    first, last = _cut(_modules(TWO, "int4", torch.bfloat16, Layout()), "blocks", 2)
     blocks = [_bytes({n: what for n, what in part.items() if ".layers." in n}) for part in (first, last)]
     assert blocks == [INT4_BLOCK_0, INT4_BLOCK]
     assert _bytes(first) + _bytes(last) - sum(blocks) == INT4_REST
@@ -223,7 +224,7 @@ def test_the_text_part_of_a_model_that_sees(form: Form, tmp_path: Path) -> None:
     text, sees = shapes(tmp_path / "text"), shapes(tmp_path / "sees")
     assert sees == {f"language_model.{name}": what for name, what in text.items()}
     said = read_json(tmp_path / "sees" / "config.json")
-    assert said.keys() == {"architectures", "model_type", "text_config"}
+    assert said.keys() == {"architectures", "model_type", "text_config", "tie_word_embeddings"}
     assert said["model_type"] == "kimi_k25"
     assert (said["text_config"]["model_type"], said["text_config"]["bos_token_id"]) == ("kimi_k2", 3)
     same(load(tmp_path / "sees"), load(tmp_path / "text"))
