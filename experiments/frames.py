@@ -357,10 +357,12 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
 def _read_csv(path: Path) -> pa.Table:
     """A CSV file as text, integers and floats by the schema. Nothing between two commas is NA, ``""`` is empty text."""
     arrow = {"Int64": pa.int64(), "Float64": pa.float64(), "string": pa.string(), "tensor": pa.string()}
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         header = next(csv.reader(file), None)
     if header is None:
         raise BadPath(f"can't read {path}: the file is empty.")
+    if twice := [name for i, name in enumerate(header) if name in header[:i]]:
+        raise BadFrame(f"{path} has the column {twice[0]!r} twice.")
     return pa_csv.read_csv(
         path,
         parse_options=pa_csv.ParseOptions(newlines_in_values=True),

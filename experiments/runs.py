@@ -47,6 +47,7 @@ from experiments.study import activation_dtype, folder, progress
 from hooks import HookedModel
 from probe import TINY
 from probe.errors import BadText, ProbeError, asking
+from probe.headers import parsed
 
 VERSION = 1
 """Of a run folder's layout, and of what a key covers."""
@@ -351,7 +352,7 @@ def _claim(place: Path, spec: Spec, jobs: Sequence[Job]) -> None:
 
 def _manifest(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BadRun(f"{path}: no manifest of a run ({getattr(error, 'strerror', None) or error}).") from None
 

@@ -97,7 +97,7 @@ def read(spec: str | Path) -> Spec:
             )
         path = SHIPPED / f"{spec}.toml"
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadSpec(f"{path}: can't be read ({getattr(error, 'strerror', None) or error}).") from None
     except tomllib.TOMLDecodeError as error:

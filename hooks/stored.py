@@ -24,6 +24,7 @@ from hooks.where import Rows
 from probe.card import letters
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadEdit, ProbeError
+from probe.headers import parsed
 from probe.sites import Site, Sites
 
 FORMAT = "k2-probe cache 1"
@@ -113,7 +114,7 @@ class _File:
         if said.get("format") != FORMAT:
             raise BadCheckpoint(f"{path}: not a cache of this toolkit; its format is {said.get('format')!r}.")
         try:
-            self.header = {key: json.loads(value) for key, value in said.items() if key != "format"}
+            self.header = {key: parsed(value) for key, value in said.items() if key != "format"}
             self.aliases: dict[str, Any] = self.header["aliases"]
         except (ValueError, KeyError) as error:
             raise BadCheckpoint(f"{path}: its header is damaged ({error!r}).") from None

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import stat
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
@@ -98,22 +99,29 @@ def brief(value: object) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file, without a key twice in one object.
+    """The JSON in a file; see `parsed`.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
-        ValueError: it is longer than `MOST`, not UTF-8, not JSON, or says something twice.
+        ValueError: it is longer than `MOST`, or as `parsed`.
     """
     size = _size(path)
     if size > MOST:
         raise ValueError(f"{size:,} bytes are more than the {MOST:,} that are read")
     with path.open("rb") as file:
-        return _parsed(file.read(MOST))
+        return parsed(file.read(MOST))
 
 
-def _parsed(raw: bytes) -> Any:
+def parsed(raw: bytes | str) -> Any:
+    """JSON, without a key twice in one object, of which libraries take different ones. A byte order mark in front says
+    nothing.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON (a `json.JSONDecodeError`), or says something twice.
+    """
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -227,7 +235,7 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, MOST):
                 raise ValueError(_too_short(size, length))
-            header = _parsed(opened.read(length))
+            header = _header(opened.read(length))
         return _checked(header, file, 8 + length, size)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: the shard is missing. Fetch it, or the whole checkpoint anew.") from None
@@ -235,6 +243,13 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
         raise BadCheckpoint(f"{path}: not a readable safetensors file ({error.strerror}).") from None
     except (ValueError, RecursionError) as fault:
         raise BadCheckpoint(f"{path}: not a readable safetensors file: {fault}. Fetch it anew.") from None
+
+
+def _header(raw: bytes) -> Any:
+    """The format knows no byte order mark."""
+    if raw.startswith(BOM_UTF8):
+        raise ValueError("its header begins with a byte order mark")
+    return parsed(raw)
 
 
 def _too_short(size: int, length: int) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from probe import chat, labels, tiktoken
 from probe.chat import Chat
 from probe.errors import BadText, asking
+from probe.headers import parsed, uncollected
 
 _FILES = ("tiktoken.model", "tokenizer.json")
 """What holds a tokenizer, by falling trust: beside Kimi's own file, a ``tokenizer.json`` is a conversion, and the usual
@@ -278,6 +279,8 @@ def _from_ranks(file: Path) -> _Tokenizer:
 def _from_json(file: Path) -> _Tokenizer:
     data = tiktoken.read(file, _MOST_BYTES)
     try:
+        with uncollected():
+            parsed(data)  # of a key that is there twice the library takes the last
         return _Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         raise BadText(f"{file}: not a readable tokenizer ({error}).") from None

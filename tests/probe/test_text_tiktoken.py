@@ -339,7 +339,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         (b"{", ":1: not JSON: Expecting property name"),
         (b'{\n"a": 1,\n}', ":3: not JSON"),
         (b"\xff\xfe{}", ": not JSON ('utf-8' codec can't decode"),
-        (b"[" * 100_000, ": not JSON (maximum recursion depth"),
+        (b"[" * 100_000, ": not JSON (it is nested too deeply)"),
         (b'{"a": ' + b"9" * 5000 + b"}", ": not JSON (Exceeds the limit"),
         (b"[]", ": it holds list; it should be an object"),
         (b'{"added_tokens_decoder": []}', ": added_tokens_decoder is list"),
