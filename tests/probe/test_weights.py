@@ -11,7 +11,6 @@ from torch import Tensor
 from probe import Decoder, Drawn, InMemory, random_weights
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, Missing, OutOfRange
-from probe.leaves import LEAVES
 from probe.sites import Sites
 from probe.weights import weight_shape, weight_sites
 from tests.probe.small import SMALL, TIED, VARIANTS
