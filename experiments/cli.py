@@ -101,9 +101,10 @@ def params(
     from experiments.tables import parameter_tables, tally_tables
     from probe import KIMI_K2, Dims
     from probe.errors import BadCheckpoint
-    from probe.headers import holds_weights
+    from probe.headers import expanded, holds_weights
     from probe.params import tally
 
+    place = None if place is None else expanded(place)
     if place is None or not holds_weights(place):
         for table in parameter_tables(KIMI_K2 if place is None else Dims.from_config(place)):
             table.print()

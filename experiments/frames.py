@@ -28,6 +28,7 @@ import pyarrow.parquet as pa_parquet
 from probe.blocks import around, card
 from probe.card import Leaf, Step
 from probe.errors import ProbeError, nearest
+from probe.headers import expanded
 
 VERSION = 1
 """Of the schema; it travels in ``df.attrs`` and in parquet files."""
@@ -279,7 +280,7 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
         BadPath: another ending, or a place that cannot be written.
         BadFrame: the frame breaks the schema, or its attrs are more than JSON.
     """
-    path = Path(path)
+    path = expanded(path)
     table = pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), ATTRS: _json(df.attrs)})
     writers: dict[str, Callable[[pa.Table, BinaryIO], None]] = {
@@ -335,7 +336,7 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         BadPath: no such file, another ending, or a file that is no table.
         BadFrame: a table that breaks the schema.
     """
-    path = Path(path)
+    path = expanded(path)
     try:
         if path.suffix == ".parquet":
             with path.open("rb") as file:

@@ -27,7 +27,7 @@ import torch
 
 from probe import TINY, Tokenizer
 from probe.errors import BadText, asking, nearest
-from probe.headers import parsed
+from probe.headers import expanded, parsed
 from probe.text import Batch
 
 _TEXTS = ("clean", "corrupt")
@@ -379,14 +379,15 @@ class Prompts:
             BadText: no such task or file; or a row is wrong, by file and line.
         """
         if isinstance(task, Path) or task.endswith(tuple(_READERS)):
-            return _from_file(Path(task), tokenizer, Path(task).stem)
+            return _from_file(expanded(task), tokenizer, Path(task).stem)
+        directory = expanded(directory)
         known = tasks(directory)
         if task not in known:
             near = nearest(task, known)
             hint = f"Nearest: {', '.join(near)}; there" if near else "There"
             raise BadText(f"there is no task {task!r}. {hint} are {', '.join(known) or 'none'} in {directory}.")
-        prompts = _from_file(Path(directory) / "prompts" / f"{task}.jsonl", tokenizer, task)
-        reference = Path(directory) / "reference" / f"{task}.jsonl"
+        prompts = _from_file(directory / "prompts" / f"{task}.jsonl", tokenizer, task)
+        reference = directory / "reference" / f"{task}.jsonl"
         theirs = _from_file(reference, tokenizer, f"reference/{task}") if reference.exists() else None
         return cls(prompts.rows, tokenizer, task, theirs)
 
@@ -408,7 +409,7 @@ class Prompts:
             BadText: the text is empty, or has unknown words.
         """
         prompt = Prompt.of({"clean": text, "corrupt": corrupt, "answer": answer, "wrong": wrong}, tokenizer)
-        file = Path(directory) / "reference" / "text.jsonl"
+        file = expanded(directory) / "reference" / "text.jsonl"
         documents = _documents(file) if file.exists() else ()
         cut = [_cut(document, len(prompt.tokens), tokenizer) for document in documents]
         theirs = tuple({one.tokens: one for one in cut if one is not None}.values())
@@ -423,7 +424,7 @@ class Prompts:
         Raises:
             BadText: there are none, or fewer; or they have unknown words.
         """
-        file = Path(directory) / "reference" / "text.jsonl"
+        file = expanded(directory) / "reference" / "text.jsonl"
         texts = list(islice(_documents(file), n))
         if n is not None and len(texts) < n:
             raise BadText(f"{file} holds {len(texts)} documents, and {n} are asked for.")
@@ -551,7 +552,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device | str | None = No
 
 def tasks(directory: str | Path = TINY) -> list[str]:
     """The names of the tasks that a model directory ships; by default those of the tiny model."""
-    return sorted(path.stem for path in (Path(directory) / "prompts").glob("*.jsonl"))
+    return sorted(path.stem for path in (expanded(directory) / "prompts").glob("*.jsonl"))
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:

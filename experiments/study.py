@@ -25,6 +25,7 @@ from experiments.prompts import Prompts
 from hooks import HookedModel, estimate
 from probe.card import Leaf, Step, letters
 from probe.errors import OutOfRange, UnknownTensor
+from probe.headers import expanded
 from probe.sites import Site
 from probe.text import Batch
 
@@ -111,7 +112,7 @@ def folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         BadPath: it can't be written.
     """
-    path = Path(path)
+    path = expanded(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -27,6 +27,7 @@ from probe import TINY, Decoder, Dims, Tokenizer, Weights, load
 from probe.engine import Numerics
 from probe.errors import BadCheckpoint, BadEdit, BadText, ProbeError, UnknownTensor
 from probe.from_state import from_state
+from probe.headers import expanded
 from probe.memory import Keeping
 from probe.sites import Site, Sites
 from probe.text import Batch
@@ -120,7 +121,7 @@ class HookedModel(HookedRootModule):
             BadText: the tokenizer cannot be read.
         """
         tokenizer = Tokenizer.find(directory)  # first: it is small
-        if dtype is None and Path(directory).resolve() == TINY.resolve():
+        if dtype is None and expanded(directory).resolve() == TINY.resolve():
             dtype = torch.float32
         model = cls(load(directory, dtype, device, keep=keep), tokenizer)
         low = model.decoder.weights.read(None, "w_final").dtype != torch.float32

@@ -18,7 +18,7 @@ from torch import Tensor
 from probe.config import unread_keys
 from probe.errors import BadCheckpoint, Missing, OutOfRange, asking
 from probe.forms import Survey, quantisation_config, survey
-from probe.headers import read_tensor, told
+from probe.headers import expanded, read_tensor, told
 from probe.leaves import LEAVES
 from probe.memory import Keeping, table
 from probe.names import SOURCES, shown, stored_names
@@ -50,7 +50,7 @@ class Checkpoint:
     def __init__(
         self, directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
-        self.directory, self.dtype, self.device = Path(directory), dtype, torch.device(device or "cpu")
+        self.directory, self.dtype, self.device = expanded(directory), dtype, torch.device(device or "cpu")
         self.survey = survey(self.directory)
         if self.survey.faults:
             fault, more = self.survey.faults[0], len(self.survey.faults) - 1

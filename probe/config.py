@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from probe.errors import BadConfig, asking, nearest
-from probe.headers import brief, read_json, told
+from probe.headers import brief, expanded, read_json, told
 
 SIZES = {  # key → the letter of `probe.Dims`
     "hidden_size": "d",
@@ -170,7 +170,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def config_file(path: str | Path) -> Path:
     """Where a config is: the file itself, or ``config.json`` in a directory."""
-    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    path = expanded(path)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _is_number(value: object) -> bool:

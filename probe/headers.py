@@ -84,6 +84,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path as a user gives it: ``~`` is their home, as in a shell."""
+    return Path(os.path.expanduser(path))  # a Path's own raises where there is no such user
+
+
 def told(name: object) -> str:
     """A name from a file as an error may show it: short, and without what would act on a terminal."""
     text = str(name)

@@ -12,6 +12,7 @@ import torch
 
 from probe.errors import TooLarge
 from probe.forms import Survey, survey
+from probe.headers import expanded
 from probe.names import stored_names
 from probe.weights import weight_shape, weight_sites
 
@@ -87,7 +88,7 @@ def memory(directory: str | Path, dtype: torch.dtype | None = None, device: torc
     Raises:
         BadConfig, BadCheckpoint: as `Checkpoint`; tensors that are missing count as none.
     """
-    directory = Path(directory)
+    directory = expanded(directory)
     return table(directory, survey(directory), dtype, device)
 
 

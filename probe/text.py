@@ -16,7 +16,7 @@ from torch import Tensor
 from probe import chat, labels, tiktoken
 from probe.chat import Chat
 from probe.errors import BadText, asking
-from probe.headers import parsed, uncollected
+from probe.headers import expanded, parsed, uncollected
 
 _FILES = ("tiktoken.model", "tokenizer.json")
 """What holds a tokenizer, by falling trust: beside Kimi's own file, a ``tokenizer.json`` is a conversion, and the usual
@@ -48,7 +48,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = expanded(path)
         file = (_file_in(path) or path / _FILES[-1]) if path.is_dir() else path
         if not file.is_file():
             raise BadText(
@@ -67,7 +67,7 @@ class Tokenizer:
         Raises:
             BadText: it has one that cannot be read.
         """
-        return cls(directory) if _file_in(Path(directory)) else None
+        return cls(directory) if _file_in(expanded(directory)) else None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
