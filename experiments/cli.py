@@ -100,7 +100,9 @@ def params(
     """Count a model's parameters, component by component: a checkpoint's own, from its headers, or from the card."""
     from experiments.tables import parameter_tables, tally_tables
     from probe import KIMI_K2, Dims
-    from probe.errors import BadCheckpoint
+    from probe.config import read_config
+    from probe.errors import BadCheckpoint, BadConfig
+    from probe.forms import quantisation
     from probe.headers import expanded, holds_weights
     from probe.params import tally
 
@@ -108,6 +110,11 @@ def params(
     if place is None or not holds_weights(place):
         for table in parameter_tables(KIMI_K2 if place is None else Dims.from_config(place)):
             table.print()
+        if place is not None:
+            try:
+                quantisation(read_config(place))
+            except BadConfig as fact:
+                typer.echo(f"its weights would be refused: {fact}")
         return
     found = tally(place)
     for table in tally_tables(place.resolve().name, found):

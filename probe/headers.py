@@ -330,3 +330,27 @@ def read_tensor(directory: Path, name: str, stored: Stored) -> Tensor:
             f"{path}: {told(name)} cannot be read ({error.strerror}): the file has changed since it was opened."
         ) from None
     return made
+
+
+def same_bytes(directory: Path, one: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same bytes, read piece by piece.
+
+    Raises:
+        BadCheckpoint: a file cannot be read.
+    """
+    if one.nbytes != other.nbytes:
+        return False
+    try:
+        with (directory / one.file).open("rb") as first, (directory / other.file).open("rb") as second:
+            first.seek(one.start)
+            second.seek(other.start)
+            left = one.nbytes
+            while left and (piece := first.read(min(left, PIECE))) == second.read(len(piece)) and piece:
+                left -= len(piece)
+            return not left
+    except OSError as error:
+        raise BadCheckpoint(f"{directory}: {one.file} or {other.file} cannot be read ({error.strerror}).") from None
+
+
+PIECE = 2**24
+"""Bytes that are compared at a time."""
