@@ -99,6 +99,13 @@ def test_params_of_a_config_says_what_load_would_refuse(tmp_path: Path) -> None:
     assert "would be refused" not in run("params").stdout
 
 
+def test_what_of_a_text_may_not_be_meant_is_a_note() -> None:
+    result = run("norms", "--prompt", "<bos> When Mary", "--tensor", "O")
+    assert result.exit_code == 0, result.output
+    assert "note: the text '<bos> When Mary' begins with <bos>, and gets another in front" in result.stderr
+    assert "Warning" not in result.stderr
+
+
 # ---- the studies -----------------------------------------------------------------------------------------------------
 
 
