@@ -35,7 +35,7 @@ SLICE = 2**22
 """Numbers that are compared at a time, in fp64."""
 
 
-CONSTANTS = ("eps", "scaling", "norm_topk", "n_group", "topk_group", "theta", "yarn", "tied")
+CONSTANTS = ("eps", "scaling", "norm_topk", "n_group", "topk_group", "theta", "yarn", "tied", "max_positions")
 """What two models of equal sizes may still differ in."""
 
 
@@ -48,6 +48,7 @@ def compare(
     second: HookedModel,
     prompts: Prompts | None = None,
     *,
+    beyond: bool = False,
     names: tuple[str | None, str | None] = (None, None),
 ) -> pd.DataFrame:
     """The differences of two models of equal dims, in one frame.
@@ -70,12 +71,14 @@ def compare(
 
     Args:
         prompts: None: weights only.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         names: of the two, for the column ``model``.
 
     Raises:
         Unequal: the two differ in a dim, in which blocks are MoE, or in dtype and numerics; the message names it.
         BadText: a token of these prompts is another one to a tokenizer of the two.
     """
+    first, second = first.reaching(beyond), second.reaching(beyond)
     check_alike(first, second)
     both = " → ".join(identity(model, name) for model, name in zip((first, second), names, strict=True))
     parts = [frame(_weights(first.decoder.weights, second.decoder.weights), study="compare")]
@@ -97,11 +100,18 @@ def compare(
 
 
 def outlook(
-    first: HookedModel, second: HookedModel, prompts: Prompts | None = None, *, timed: bool = True, **_: Any
+    first: HookedModel,
+    second: HookedModel,
+    prompts: Prompts | None = None,
+    *,
+    beyond: bool = False,
+    timed: bool = True,
+    **_: Any,
 ) -> Mapping[str, float]:
     """What `compare` would take; see `experiments.study.passes`. A cell is a weight, and with prompts each tensor whose
     size is measured; passes are both models' for sizes and for routing, and the second's blocks on the first's
     stream."""
+    first, second = first.reaching(beyond), second.reaching(beyond)
     check_alike(first, second)
     weights = len(list(weight_sites(first.dims)))
     reading = _seconds(first, second) if timed else math.nan

@@ -98,6 +98,7 @@ COLUMNS: dict[str, Column] = {
     "source": Column("string", "where values came from: a run, a reference set, the prompts a probe was fitted to"),
     "dtype": Column("string", "activation dtype of the run"),
     "numerics": Column("string", "profile of the numerics: reference, careful"),
+    "beyond": Column("Int64", "the model's max_position_embeddings, where longer texts were let in; NA: refused"),
     # what came out
     "metric": Column("string", "what was measured"),
     "unit": Column("string", "its unit; 1 for a ratio"),

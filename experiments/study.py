@@ -135,7 +135,8 @@ def common(model: HookedModel, name: str | None, prompts: Prompts | None = None)
         prompts: None: they differ from row to row.
     """
     what = {"model": identity(model, name)} | ({} if prompts is None else {"prompts": prompts.name})
-    return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics}
+    reach = {"beyond": model.dims.max_positions} if model.decoder.beyond else {}
+    return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics} | reach
 
 
 def progress(total: int, what: str) -> tqdm[NoReturn]:
@@ -163,7 +164,12 @@ def passes(
         batches: that run one after the other.
         forwards: how often all of them run, where it isn't once and to the end.
         timed: whether to run the first of them, for ``seconds``; else they are NaN, and nothing is run.
+
+    Raises:
+        OutOfRange: a text is beyond the model's ``max_position_embeddings``.
     """
+    for batch in batches:
+        model.decoder.check_tokens(*batch)
     tokens, keep = batches[0]
     share = sum(batch.tokens.numel() for batch in batches) / tokens.numel()
     return {
