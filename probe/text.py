@@ -338,13 +338,13 @@ def _pieces() -> Any:  # the library's pre-tokenizers have no common type
 
 
 _KIMIS = "<|im_middle|>", 163_584
-"""What tells Kimi's vocabulary: a special token that only hers has, and how many tokens stand before those."""
+"""What tells Kimi's vocabulary: a special token that no other has, and how many tokens stand before those."""
 
 _ANY_PIECE = "It's 12345 o'clock. 我AI模型v2.0很强it's they'LL\r\n\n  fooBar FOObar (x) --\n end "
 
 
 def _check_pieces(backend: _Tokenizer) -> None:
-    """Refuse a conversion of Kimi's tokenizer that looks for other pieces in a text than hers.
+    """Refuse a conversion of Kimi's tokenizer that splits a text into other pieces than the original.
 
     Raises:
         BadText: it is one.
