@@ -51,6 +51,7 @@ def ablate(
     draws: int = 1,
     per_prompt: bool = False,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Edit every tensor of every block, or those named, and measure what changes; a row for each cell and metric.
@@ -70,6 +71,7 @@ def ablate(
             draws.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -85,6 +87,7 @@ def ablate(
             edited so.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a reference of their shape.
     """
+    model = model.reaching(beyond)
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     found = measure(model, cells.ask, cells.asked, source=cells.source, budget=budget, what=how)
     df = _with_twins(table(cells.ask, found, per_prompt=per_prompt, seed=seed), cells.twins, model)
@@ -115,10 +118,12 @@ def outlook(
     metrics: Sequence[str] | None = None,
     seed: int = 0,
     draws: int = 1,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `ablate` would take; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     return cost(model, cells.ask, cells.asked, cells.source, timed=timed)
 

@@ -72,6 +72,7 @@ def attribute(
     seed: int = 0,
     per_prompt: bool = False,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Estimate the effect of every patch, and patch; a row for each cell and kind, told apart by ``edit``.
@@ -93,6 +94,7 @@ def attribute(
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for what is kept of two runs and of gradients, in as many parts of the prompts as that needs;
             and for the rows in flight of the patches.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -106,6 +108,7 @@ def attribute(
         BadMetric, BadText: a metric that these prompts give no ground for, or without a derivative; prompts without a
             corrupt text.
     """
+    model = model.reaching(beyond)
     _check_steps(steps)
     if hooked := sorted(map(str, model.watched())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and an attribution would pass them by; take them off.")
@@ -156,10 +159,12 @@ def outlook(
     direction: Direction = "denoise",
     metric: str | None = None,
     budget: int = BUDGET,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `attribute` would take; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     _check_steps(steps)
     asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
     # A metric without a derivative is refused here as it would be there.

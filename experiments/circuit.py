@@ -58,6 +58,7 @@ def circuit(
     draws: int = 1,
     per_prompt: bool = False,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Test a circuit; a row for each test, set of nodes and metric.
@@ -75,6 +76,7 @@ def circuit(
         draws: how many draws of reference rows; metrics are averaged over them.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -93,6 +95,7 @@ def circuit(
             a kept one that is not among all; more random sets than there are.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a reference of their shape.
     """
+    model = model.reaching(beyond)
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
     found = measure(model, asked.ask, asked.cells, source=asked.source, budget=budget, what="circuit")
     parts = [table(asked.ask, one, per_prompt=per_prompt, seed=seed) for one in asked.by_test(found)]
@@ -120,10 +123,12 @@ def outlook(
     metrics: Sequence[str] | None = None,
     seed: int = 0,
     draws: int = 1,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `circuit` would take; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
     return cost(model, asked.ask, asked.cells, asked.source, timed=timed)
 

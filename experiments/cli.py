@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,13 +28,27 @@ class _Told(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _noted(warnings.showwarning)
+                return super().invoke(ctx)
         except Exception as error:
             errors = sys.modules.get("probe.errors")  # loaded, if one of its errors was raised
             if errors is None or not isinstance(error, errors.ProbeError):
                 raise
             typer.echo(f"k2probe: {error}", err=True)
             raise typer.Exit(1) from None
+
+
+def _noted(show: Callable[..., None]) -> Callable[..., None]:
+    """How warnings are shown, with those of texts as notes."""
+
+    def note(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if category.__name__ == "TextWarning":
+            typer.echo(f"note: {message}", err=True)
+        else:
+            show(message, category, *where)
+
+    return note
 
 
 app = typer.Typer(
@@ -118,13 +134,21 @@ def params(
     """Count a model's parameters, component by component: a checkpoint's own, from its headers, or from the card."""
     from experiments.tables import parameter_tables, tally_tables
     from probe import KIMI_K2, Dims
-    from probe.errors import BadCheckpoint
-    from probe.headers import holds_weights
+    from probe.config import read_config
+    from probe.errors import BadCheckpoint, BadConfig
+    from probe.forms import quantisation
+    from probe.headers import expanded, holds_weights
     from probe.params import tally
 
+    place = None if place is None else expanded(place)
     if place is None or not holds_weights(place):
         for table in parameter_tables(KIMI_K2 if place is None else Dims.from_config(place)):
             table.print()
+        if place is not None:
+            try:
+                quantisation(read_config(place))
+            except BadConfig as fact:
+                typer.echo(f"its weights would be refused: {fact}")
         return
     found = tally(place)
     for table in tally_tables(place.resolve().name, found):

@@ -15,6 +15,7 @@ from experiments.options import Control, Dtype, Hold, How, Probe, Rest, Scale, W
 from experiments.terminal import (
     Answer,
     At,
+    Beyond,
     Block,
     Corrupt,
     Draw,
@@ -63,6 +64,7 @@ def ablate(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -72,7 +74,7 @@ def ablate(
     from experiments import ablate as study
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong)
     asked: dict[str, Any] = {
         "tensors": tensor,
@@ -118,6 +120,7 @@ def patch(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -133,7 +136,7 @@ def patch(
     from experiments import patch as study
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong, corrupt)
     parts = by or (None if tensor or at else "position")
     asked: dict[str, Any] = {
@@ -176,6 +179,7 @@ def paths(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -188,7 +192,7 @@ def paths(
     from experiments.tables import path_table
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong, corrupt)
     asked: dict[str, Any] = {"senders": sender, "receivers": receiver or ["logits"], "hold": hold}
     asked |= {"direction": direction, "frozen": frozen or (), "metrics": metric, "seed": seed}
@@ -221,6 +225,7 @@ def circuit(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -232,7 +237,7 @@ def circuit(
     from experiments.tables import circuit_tables
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong)
     asked: dict[str, Any] = {"among": among or study.AMONG, "how": how, "random_sets": random}
     asked |= {"metrics": metric, "seed": seed}
@@ -266,6 +271,7 @@ def attribute(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -278,7 +284,7 @@ def attribute(
     from experiments.tables import agreement_table, effect_tables
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong, corrupt)
     asked: dict[str, Any] = {"tensors": tensor, "blocks": block, "by": by, "at": place_of(at), "steps": steps}
     asked |= {"exact": exact, "direction": direction, "metric": metric, "seed": seed}
@@ -311,6 +317,7 @@ def lens(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -323,7 +330,7 @@ def lens(
     from probe.errors import BadText
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong)
     asked: dict[str, Any] = {"blocks": block, "roles": role or ["END"], "scale": scale, "metrics": metric}
     ahead: Mapping[str, float] = {}
@@ -358,6 +365,7 @@ def scores(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     per_prompt: PerPrompt = False,
     dry_run: DryRun = False,
@@ -369,7 +377,7 @@ def scores(
     from experiments.tables import score_table
 
     place = folder_for(out, dry_run, per_prompt)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = prompts_of(hooked, model, prompt, task)
     if dry_run:
         say_cost("scores", prompts.name, study.outlook(hooked, prompts, blocks=block))
@@ -407,6 +415,7 @@ def probe(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -418,7 +427,7 @@ def probe(
     from probe import TINY
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = prompts_of(hooked, model, None, task)
     own = label in ("label", "answer")
     asked: dict[str, Any] = {
@@ -482,6 +491,7 @@ def steer(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -491,7 +501,7 @@ def steer(
     from experiments.tables import steer_tables
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     sets = [None if one is None else prompts_of(hooked, model, None, one) for one in (learn, neutral)]
     prompts = prompts_of(hooked, model, None, task)
     asked: dict[str, Any] = {"tensor": tensor, "h": head, "e": expert, "at": place_of(at), "when": when}
@@ -516,6 +526,7 @@ def norms(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -526,7 +537,7 @@ def norms(
     from experiments.tables import norm_table, stream_tables
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = prompts_of(hooked, model, prompt, task)
     asked: dict[str, Any] = {"tensors": tensor, "blocks": block, "channels": channels}
     if dry_run:
@@ -548,6 +559,7 @@ def routing(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -557,7 +569,7 @@ def routing(
     from experiments.tables import routing_tables
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     sets = [prompts_of(hooked, model, None, one) for one in task]
     if dry_run:
         say_cost("routing", ", ".join(some.name for some in sets), study.outlook(hooked, sets, blocks=block))
@@ -586,6 +598,7 @@ def split(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -596,7 +609,7 @@ def split(
     from experiments.tables import split_tables
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = judged(hooked, model, prompt, task, answer, wrong)
     asked: dict[str, Any] = {"metrics": metric, "gates": gates, "seed": seed}
     if dry_run:
@@ -622,6 +635,7 @@ def top(
     model: Model = None,
     keep: Keep = "expanded",
     dtype: Precision = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -637,7 +651,7 @@ def top(
     from experiments.tables import top_tables
 
     place = folder_for(out, dry_run)
-    hooked, name = opened(model, keep, dtype)
+    hooked, name = opened(model, keep, dtype, beyond)
     prompts = prompts_of(hooked, model, None, task)
     if dry_run:
         say_cost("top", prompts.name, study.outlook(hooked, prompts, tensor, where=where, n=n))
@@ -662,6 +676,7 @@ def compare(
     second_dtype: Annotated[
         Dtype | None, typer.Option("--second-dtype", help="The second's, where it is another: how one model drifts.")
     ] = None,
+    beyond: Beyond = False,
     out: Out = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -673,7 +688,8 @@ def compare(
     from experiments.tables import comparison_tables
 
     place = folder_for(out, dry_run)
-    one, other = study.load_both(first, second, torch_dtype(dtype), keep, torch_dtype(second_dtype))
+    both = study.load_both(first, second, torch_dtype(dtype), keep, torch_dtype(second_dtype))
+    one, other = (model.reaching(beyond) for model in both)
     prompts = None if prompt is None and task is None else prompts_of(one, first, prompt, task)
     if dry_run:
         say_cost("compare", "weights" if prompts is None else prompts.name, study.outlook(one, other, prompts))

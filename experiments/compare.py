@@ -36,7 +36,7 @@ SLICE = 2**22
 """Numbers that are compared at a time, in fp64."""
 
 
-CONSTANTS = ("eps", "scaling", "norm_topk", "n_group", "topk_group", "theta", "yarn", "tied")
+CONSTANTS = ("eps", "scaling", "norm_topk", "n_group", "topk_group", "theta", "yarn", "tied", "max_positions")
 """What two models of equal sizes may still differ in."""
 
 
@@ -49,6 +49,7 @@ def compare(
     second: HookedModel,
     prompts: Prompts | None = None,
     *,
+    beyond: bool = False,
     names: tuple[str | None, str | None] = (None, None),
 ) -> pd.DataFrame:
     """The differences of two models of equal dims, in one frame.
@@ -73,6 +74,7 @@ def compare(
 
     Args:
         prompts: None: weights only.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         names: of the two, for the column ``model``.
 
     Raises:
@@ -80,6 +82,7 @@ def compare(
             message names it.
         BadText: a token of these prompts is another one to a tokenizer of the two.
     """
+    first, second = first.reaching(beyond), second.reaching(beyond)
     check_alike(first, second)
     ours, theirs = (common(model, name) for model, name in zip((first, second), names, strict=True))
     both = {key: f"{one} → {theirs[key]}" for key, one in ours.items() if key == "model" or one != theirs[key]}
@@ -101,11 +104,18 @@ def compare(
 
 
 def outlook(
-    first: HookedModel, second: HookedModel, prompts: Prompts | None = None, *, timed: bool = True, **_: Any
+    first: HookedModel,
+    second: HookedModel,
+    prompts: Prompts | None = None,
+    *,
+    beyond: bool = False,
+    timed: bool = True,
+    **_: Any,
 ) -> Mapping[str, float]:
     """What `compare` would take; see `experiments.study.passes`. A cell is a weight, and with prompts each tensor whose
     size is measured; passes are both models' for sizes and for routing, and the second's blocks on the first's
     stream."""
+    first, second = first.reaching(beyond), second.reaching(beyond)
     check_alike(first, second)
     weights = len(list(weight_sites(first.dims)))
     reading = _seconds(first, second) if timed else math.nan

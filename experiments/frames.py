@@ -28,6 +28,7 @@ import pyarrow.parquet as pa_parquet
 from probe.blocks import around, card
 from probe.card import Leaf, Step
 from probe.errors import ProbeError, nearest
+from probe.headers import expanded
 
 VERSION = 1
 """Of the schema; it travels in ``df.attrs`` and in parquet files."""
@@ -97,6 +98,7 @@ COLUMNS: dict[str, Column] = {
     "source": Column("string", "where values came from: a run, a reference set, the prompts a probe was fitted to"),
     "dtype": Column("string", "activation dtype of the run"),
     "numerics": Column("string", "profile of the numerics: reference, careful"),
+    "beyond": Column("Int64", "the model's max_position_embeddings, where longer texts were let in; NA: refused"),
     # what came out
     "metric": Column("string", "what was measured"),
     "unit": Column("string", "its unit; 1 for a ratio"),
@@ -279,7 +281,7 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
         BadPath: another ending, or a place that cannot be written.
         BadFrame: the frame breaks the schema, or its attrs are more than JSON.
     """
-    path = Path(path)
+    path = expanded(path)
     table = pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), ATTRS: _json(df.attrs)})
     writers: dict[str, Callable[[pa.Table, BinaryIO], None]] = {
@@ -335,7 +337,7 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         BadPath: no such file, another ending, or a file that is no table.
         BadFrame: a table that breaks the schema.
     """
-    path = Path(path)
+    path = expanded(path)
     try:
         if path.suffix == ".parquet":
             with path.open("rb") as file:
@@ -357,10 +359,12 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
 def _read_csv(path: Path) -> pa.Table:
     """A CSV file as text, integers and floats by the schema. Nothing between two commas is NA, ``""`` is empty text."""
     arrow = {"Int64": pa.int64(), "Float64": pa.float64(), "string": pa.string(), "tensor": pa.string()}
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         header = next(csv.reader(file), None)
     if header is None:
         raise BadPath(f"can't read {path}: the file is empty.")
+    if twice := [name for i, name in enumerate(header) if name in header[:i]]:
+        raise BadFrame(f"{path} has the column {twice[0]!r} twice.")
     return pa_csv.read_csv(
         path,
         parse_options=pa_csv.ParseOptions(newlines_in_values=True),

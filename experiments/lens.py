@@ -59,6 +59,7 @@ def lens(
     scale: Scale = "own",
     metrics: Sequence[str] | None = None,
     per_prompt: bool = False,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     r"""Read the residual stream, or what is written to it, through the final norm and the head.
@@ -76,6 +77,7 @@ def lens(
         metrics: names, see `experiments.metrics.metric`, of those that read logits at one place, which here is the role
             or position; None: those of `METRICS_READ` that the prompts have answers for.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -90,6 +92,7 @@ def lens(
         BadSample: every position, of prompts of several shapes.
         BadMetric: a metric that these prompts give no ground for, or that reads elsewhere.
     """
+    model = model.reaching(beyond)
     sites, read, asked = _asked(model, prompts, tensors, blocks, roles, scale, metrics)
     last = Site(model.dims.blocks - 1, "x_next")
     reduce = dict.fromkeys({*sites, last, S_FINAL}, asked.at)
@@ -119,10 +122,12 @@ def outlook(
     roles: Sequence[str] | None = ("END",),
     scale: Scale = "own",
     metrics: Sequence[str] | None = None,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `lens` would take; see `experiments.study.passes`."""
+    model = model.reaching(beyond)
     sites, read, asked = _asked(model, prompts, tensors, blocks, roles, scale, metrics)
     cost = passes(model, [Batch(asked.tokens, asked.keep)], len(sites) * len(read.columns), timed=timed)
     return {**cost, "forwards": asked.tokens.numel() / prompts.batch().tokens.numel()}  # seconds are of all rows
@@ -241,6 +246,7 @@ def direct(
     role: str = "END",
     direction: Tensor | None = None,
     per_prompt: bool = False,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     r"""What each part of the model adds to the logit difference, or to any direction of logits, straight away.
@@ -257,7 +263,7 @@ def direct(
         role: the span of one token behind which the logits are read; see `lens`.
         direction: [V] or [B V], a number for each token's logit; None: +1 for the answer, -1 for the wrong one, each of
             one token and one spelling.
-        per_prompt: as in `lens`, and so is ``name``.
+        per_prompt: as in `lens`, and so are ``beyond`` and ``name``.
 
     Returns:
         A frame with a row for each part: ``x_0``, ``delta_heads`` by head or ``delta_attn``, ``delta_experts`` by
@@ -271,6 +277,7 @@ def direct(
         BadText: there is no direction, and the prompts give none: no two answers, or several tokens or spellings.
         ShapeMismatch: a direction of another shape, or not finite.
     """
+    model = model.reaching(beyond)
     _check_split(by)
     read = _Read.of(model, prompts, (role,))
     toward = _Toward.of(model, prompts, direction)
@@ -292,10 +299,12 @@ def outlook_direct(
     by: Sequence[Split] = ("head", "expert"),
     role: str = "END",
     direction: Tensor | None = None,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `direct` would take; see `experiments.study.passes`."""
+    model = model.reaching(beyond)
     _check_split(by)
     _Read.of(model, prompts, (role,))
     _Toward.given(model, prompts, direction)

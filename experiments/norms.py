@@ -37,6 +37,7 @@ def norms(
     tensors: Sequence[str] | None = None,
     blocks: Sequence[int] | None = None,
     channels: int = 1,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """The size of every tensor of every block, or of those named, at every real position of every prompt.
@@ -45,6 +46,7 @@ def norms(
         tensors: any spellings; None: all with a size that a forward pass makes.
         blocks: None: all that have the tensor.
         channels: how many of the largest channels to report at each position.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -59,6 +61,7 @@ def norms(
     Raises:
         UnknownTensor, OutOfRange: a tensor or block that does not exist, ``experts``, or a number of channels below 0.
     """
+    model = model.reaching(beyond)
     sizes, places = measure(model, prompts, _asked(model, tensors, blocks, channels), channels), _places(prompts)
     tables = [_table(model, site, size, places) for site, size in sizes.items()]
     tables += [_growth(site, size, sizes, places) for site, size in sizes.items() if site.tensor == "x_next"]
@@ -74,10 +77,12 @@ def outlook(
     tensors: Sequence[str] | None = None,
     blocks: Sequence[int] | None = None,
     channels: int = 1,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `norms` would take; see `experiments.study.passes`."""
+    model = model.reaching(beyond)
     sites = _asked(model, tensors, blocks, channels)
     return passes(model, [prompts.batch(model.device)], len(sites), timed=timed)
 

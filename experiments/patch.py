@@ -52,6 +52,7 @@ def patch(
     draws: int = 1,
     per_prompt: bool = False,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Patch every cell and measure what comes back; a row for each cell and metric.
@@ -72,6 +73,7 @@ def patch(
         seed, draws: of the noise, and how many draws of it; metrics are averaged over them.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -83,6 +85,7 @@ def patch(
             patched so; positions of texts of unequal length, which roles align.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a corrupt text.
     """
+    model = model.reaching(beyond)
     options = _Options(tensors, blocks, by, at, window, direction, noise_at, noise_std, frozen)
     pairs = [_Pair.of(model, prompts, options, metrics, seed + i) for i in range(_draws(draws, noise_at))]
     found = [pair.measured(model, budget) for pair in pairs]
@@ -121,10 +124,12 @@ def outlook(
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     draws: int = 1,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `patch` would take; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     options = _Options(tensors, blocks, by, at, window, direction, noise_at, noise_std, frozen)
     pair = _Pair.of(model, prompts, options, metrics, 0)
     one = cost(model, pair.ask, pair.asked, pair.source, source_ask=pair.source_ask, timed=timed)

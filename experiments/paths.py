@@ -58,6 +58,7 @@ def paths(
     seed: int = 0,
     per_prompt: bool = False,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Patch every path from a sender to a receiver below it; a row for each path and metric.
@@ -72,6 +73,7 @@ def paths(
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight, and again for what arrives at receivers: senders go in as many parts as
             that needs.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -84,6 +86,7 @@ def paths(
             any sender; texts of unequal length, unless all senders are at spans.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a corrupt text.
     """
+    model = model.reaching(beyond)
     asked = _Paths.of(model, prompts, senders, receivers, hold, direction, frozen, metrics)
     parts = asked.parts(model, budget)
     found = _joined([asked.measured(model, part, budget) for part in parts])
@@ -113,10 +116,12 @@ def outlook(
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     budget: int = BUDGET,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `paths` would take; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     asked = _Paths.of(model, prompts, senders, receivers, hold, direction, frozen, metrics)
     both = asked.sides
     stand_in = [

@@ -11,16 +11,18 @@ from matplotlib.axes import Axes
 
 from experiments import plots
 from experiments.frames import BadPath
+from probe.headers import expanded
 
 DPI = 110
 
 
-def save(ax: Axes, path: Path) -> Path:
+def save(ax: Axes, path: str | Path) -> Path:
     """Write the figure that axes stand in, and let go of it.
 
     Raises:
         BadPath: it can't be written.
     """
+    path = expanded(path)
     figure = ax.get_figure(root=True)
     assert figure is not None, "axes that a picture returns stand in a figure"
     try:

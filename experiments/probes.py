@@ -58,6 +58,7 @@ def probes(
     test: Prompts | None = None,
     test_labels: Labels | None = None,
     seed: int = 0,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Fit a linear probe to every tensor of every block at every named span, and score it on groups that it never saw.
@@ -82,6 +83,7 @@ def probes(
         test: another set, read by the same probes: by one that hasn't seen the row's group, where that is in both.
         test_labels: its labels; None: as ``labels``.
         seed: of folds, shuffles and random weights.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -100,6 +102,7 @@ def probes(
         BadEdit: a span that some prompts lack.
         BadSample: a position, of prompts in which it is different words.
     """
+    model = model.reaching(beyond)
     _check(probe, controls, draws)
     sets = [prompts] if test is None else [prompts, test]
     taught = lesson(sets, truth(sets, labels, of, test_labels), folds, draws if "shuffled" in controls else 0, seed)
@@ -138,10 +141,12 @@ def outlook(
     test: Prompts | None = None,
     test_labels: Labels | None = None,
     seed: int = 0,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `probes` would take; see `experiments.study.passes`. Most of its time are ``fits``, of which one is made."""
+    model = model.reaching(beyond)
     _check(probe, controls, draws)
     sets = [prompts] if test is None else [prompts, test]
     taught = lesson(sets, truth(sets, labels, of, test_labels), folds, draws if "shuffled" in controls else 0, seed)
@@ -243,7 +248,7 @@ class _Study:
         if "random" in controls:
             dtype = model.decoder.weights.read(None, "W_E").dtype
             weights = random_weights(model.dims, self.how.seed, dtype, model.device)
-            other = HookedModel(weights, numerics=model.decoder.numerics)
+            other = HookedModel(weights, numerics=model.decoder.numerics).reaching(model.decoder.beyond)
             drawn = self._judge(read(other, sets[:1], places.tokens[:1], sites, self.e), alone, "random weights")
             yield self._table(drawn, drawn.right, alone.teaches, against="random")
         if "tokens" in controls:

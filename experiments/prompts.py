@@ -27,6 +27,7 @@ import torch
 
 from probe import TINY, Tokenizer
 from probe.errors import BadText, asking, nearest
+from probe.headers import expanded, parsed
 from probe.text import Batch
 
 _TEXTS = ("clean", "corrupt")
@@ -378,14 +379,15 @@ class Prompts:
             BadText: no such task or file; or a row is wrong, by file and line.
         """
         if isinstance(task, Path) or task.endswith(tuple(_READERS)):
-            return _from_file(Path(task), tokenizer, Path(task).stem)
+            return _from_file(expanded(task), tokenizer, Path(task).stem)
+        directory = expanded(directory)
         known = tasks(directory)
         if task not in known:
             near = nearest(task, known)
             hint = f"Nearest: {', '.join(near)}; there" if near else "There"
             raise BadText(f"there is no task {task!r}. {hint} are {', '.join(known) or 'none'} in {directory}.")
-        prompts = _from_file(Path(directory) / "prompts" / f"{task}.jsonl", tokenizer, task)
-        reference = Path(directory) / "reference" / f"{task}.jsonl"
+        prompts = _from_file(directory / "prompts" / f"{task}.jsonl", tokenizer, task)
+        reference = directory / "reference" / f"{task}.jsonl"
         theirs = _from_file(reference, tokenizer, f"reference/{task}") if reference.exists() else None
         return cls(prompts.rows, tokenizer, task, theirs)
 
@@ -407,7 +409,7 @@ class Prompts:
             BadText: the text is empty, or has unknown words.
         """
         prompt = Prompt.of({"clean": text, "corrupt": corrupt, "answer": answer, "wrong": wrong}, tokenizer)
-        file = Path(directory) / "reference" / "text.jsonl"
+        file = expanded(directory) / "reference" / "text.jsonl"
         documents = _documents(file) if file.exists() else ()
         cut = [_cut(document, len(prompt.tokens), tokenizer) for document in documents]
         theirs = tuple({one.tokens: one for one in cut if one is not None}.values())
@@ -422,7 +424,7 @@ class Prompts:
         Raises:
             BadText: there are none, or fewer; or they have unknown words.
         """
-        file = Path(directory) / "reference" / "text.jsonl"
+        file = expanded(directory) / "reference" / "text.jsonl"
         texts = list(islice(_documents(file), n))
         if n is not None and len(texts) < n:
             raise BadText(f"{file} holds {len(texts)} documents, and {n} are asked for.")
@@ -550,26 +552,35 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device | str | None = No
 
 def tasks(directory: str | Path = TINY) -> list[str]:
     """The names of the tasks that a model directory ships; by default those of the tiny model."""
-    return sorted(path.stem for path in (Path(directory) / "prompts").glob("*.jsonl"))
+    return sorted(path.stem for path in (expanded(directory) / "prompts").glob("*.jsonl"))
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line of a JSONL file is (``file:line``), and what it holds; empty lines are passed over.
+    """Where each line of a JSONL file is (``file:line``), and what it holds; empty lines are passed over. Lines end at
+    a line feed alone: other characters that end a line may stand in a text.
 
     Raises:
-        BadText: the file cannot be read, or a line is no JSON.
+        BadText: the file cannot be read, or a line is no JSON, or says something twice.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, error) from None
     for number, line in enumerate(lines, 1):
         where = f"{file}:{number}"
-        try:
-            if line.strip():
-                yield where, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadText(f"{where}: not JSON: {error.msg} at column {error.colno}.") from None
+        if line.strip():
+            with asking(where):
+                made = _json(line)
+            yield where, made
+
+
+def _json(text: str) -> Any:
+    try:
+        return parsed(text)
+    except json.JSONDecodeError as error:
+        raise BadText(f"not JSON: {error.msg} at column {error.colno}.") from None
+    except ValueError as error:
+        raise BadText(f"not JSON: {error}.") from None
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
@@ -577,6 +588,7 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream, strict=True)
+            _once(file, reader.fieldnames or ())
             for row in reader:
                 where = f"{file}:{reader.line_num}"
                 if None in row or None in row.values():
@@ -596,6 +608,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
+        _once(file, pq.read_schema(file).names)
         rows = pq.read_table(file).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file, error) from None
@@ -604,6 +617,11 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         with asking(where):
             cells = _cells(row)
         yield where, cells
+
+
+def _once(file: Path, columns: Sequence[str]) -> None:
+    if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
+        raise BadText(f"{file}: it has the column {twice[0]!r} twice.")
 
 
 _READERS = {".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}
@@ -622,13 +640,11 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):  # parquet gives every row the names of all
             value = {name: one for name, one in value.items() if one is not None}
         elif isinstance(value, str) and key in _NAMED:
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise BadText(f"{key}: not JSON: {error.msg} at column {error.colno}.") from None
+            with asking(key):
+                value = _json(value)
         elif isinstance(value, str) and key in _WORDS and value.startswith("["):
-            with suppress(json.JSONDecodeError):  # else it is a word with a bracket
-                value = json.loads(value)
+            with suppress(ValueError):  # else it is a word with a bracket
+                value = parsed(value)
         found[key] = value
     return found
 

@@ -45,6 +45,7 @@ def routing(
     prompts: Prompts | Sequence[Prompts],
     *,
     blocks: Sequence[int] | None = None,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     r"""The routing of each set of prompts (``prompts``: a task, a language, a topic), block by block.
@@ -70,12 +71,14 @@ def routing(
     Args:
         prompts: one set or several.
         blocks: None: all that have experts.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Raises:
         OutOfRange: a block that does not exist, or has no experts.
         BadFrame: two sets of one name.
     """
+    model = model.reaching(beyond)
     sets, asked = _asked(model, prompts, blocks)
     seen = [_look(model, some, asked) for some in sets]
     contexts = _Contexts.of(sets)
@@ -95,10 +98,12 @@ def outlook(
     prompts: Prompts | Sequence[Prompts],
     *,
     blocks: Sequence[int] | None = None,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `routing` would take; see `experiments.study.passes`."""
+    model = model.reaching(beyond)
     sets, asked = _asked(model, prompts, blocks)
     batches = [some.batch(model.device) for some in sets]
     return passes(model, batches, len(sets) * len(asked) * model.dims.e, timed=timed)
@@ -114,16 +119,19 @@ def _asked(
     return sets, moe_blocks(model, blocks)
 
 
-def coactivation(model: HookedModel, prompts: Prompts, block: int, *, name: str | None = None) -> pd.DataFrame:
+def coactivation(
+    model: HookedModel, prompts: Prompts, block: int, *, beyond: bool = False, name: str | None = None
+) -> pd.DataFrame:
     r"""How often two experts of a block are chosen together: the share of a prompt's tokens, for every pair (``expert``
     and ``feature``), mean over groups, metric ``coactivation``.
 
     ``base`` is what their loads l alone give, k (k − 1) · l_i l_j / (k² − Σ l²): pairs of all experts then come to the
-    k (k − 1) / 2 that every token has.
+    k (k − 1) / 2 that every token has. ``beyond`` and ``name`` are as in `routing`.
 
     Raises:
         OutOfRange: the block does not exist, or has no experts.
     """
+    model = model.reaching(beyond)
     (block,) = moe_blocks(model, [block])
     groups, chosen = [prompt.group for prompt in prompts.rows], _look(model, prompts, [block])[block].chosen
     i, j = np.triu_indices(chosen.shape[1], 1)
@@ -152,6 +160,7 @@ def split(
     gates: bool = False,
     reference: Prompts | None = None,
     seed: int = 0,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """How much of an edit's effect goes by the routing: four rows for each metric, told apart by ``edit`` and
@@ -169,6 +178,7 @@ def split(
             anew of each run's own affinities.
         reference: what edits in text take from, where they resample or average; None: the prompts' own.
         seed: of what they draw, and of the intervals' resamples.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Raises:
@@ -176,6 +186,7 @@ def split(
             or none, besides what is frozen.
         UnknownTensor, OutOfRange, UnknownDim: a node that doesn't exist; no block that the edits reach has experts.
     """
+    model = model.reaching(beyond)
     asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
     ask, block = asked.ask, asked.block
     made = asked.made(model, prompts, seed)
@@ -210,10 +221,12 @@ def outlook_split(
     gates: bool = False,
     reference: Prompts | None = None,
     seed: int = 0,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `split` would take: four runs, and one over the reference prompts where edits take from these."""
+    model = model.reaching(beyond)
     asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
     ask, taken = asked.ask, [] if asked.source is None else [asked.source]
     base, held = ask.live(), tuple(map(freeze, asked.router))

@@ -47,6 +47,7 @@ from experiments.study import activation_dtype, folder, progress
 from hooks import HookedModel
 from probe import TINY
 from probe.errors import BadText, ProbeError, asking
+from probe.headers import expanded, parsed
 
 VERSION = 2
 """Of a run folder's layout, and of what a key covers."""
@@ -119,7 +120,8 @@ def finished(out: str | os.PathLike[str]) -> tuple[int, int]:
     Raises:
         BadRun: it is no run folder.
     """
-    files = [Path(out) / unit["file"] for unit in _manifest(Path(out) / "manifest.json")["units"]]
+    out = expanded(out)
+    files = [out / unit["file"] for unit in _manifest(out / "manifest.json")["units"]]
     return sum(file.exists() for file in files), len(files)
 
 
@@ -225,7 +227,10 @@ class _Shelf:
         return self._model
 
     def _directory(self, unit: Unit) -> Path:
-        return self.folder / unit.model["directory"] if "directory" in unit.model else TINY
+        return self._path(unit.model["directory"]) if "directory" in unit.model else TINY
+
+    def _path(self, given: str) -> Path:
+        return self.folder / expanded(given)
 
     def prompts(self, unit: Unit, task: str) -> Prompts:
         """A task's prompts, or a file's."""
@@ -233,14 +238,14 @@ class _Shelf:
         if tokenizer is None:
             raise BadText(f"{directory}: it has no tokenizer, so it can't be asked in words.")
         if task not in self._prompts:
-            named = self.folder / task if Path(task).suffix else task
+            named = self._path(task) if Path(task).suffix else task
             self._prompts[task] = Prompts.load(named, tokenizer, directory)
         return self._prompts[task]
 
     def other(self, unit: Unit, place: str) -> HookedModel:
         """What the unit's model is held against, see `experiments.compare.load_second`."""
         if place not in self._others:
-            self._others[place] = load_second(self.model(unit), place if place == RANDOM else self.folder / place)
+            self._others[place] = load_second(self.model(unit), place if place == RANDOM else self._path(place))
         return self._others[place]
 
     def arguments(self, function: Callable[..., Any], unit: Unit) -> dict[str, Any]:
@@ -351,7 +356,7 @@ def _claim(place: Path, spec: Spec, jobs: Sequence[Job]) -> None:
 
 def _manifest(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BadRun(f"{path}: no manifest of a run ({getattr(error, 'strerror', None) or error}).") from None
 

@@ -47,6 +47,7 @@ def scores(
     *,
     blocks: Sequence[int] | None = None,
     per_prompt: bool = False,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     r"""Content against position in every head's scores, and how far each is a head of a known kind.
@@ -76,6 +77,7 @@ def scores(
     Args:
         blocks: None: all.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -87,6 +89,7 @@ def scores(
         OutOfRange: a block that does not exist.
         BadText: no prompt has a second token.
     """
+    model = model.reaching(beyond)
     asked = _asked(model, prompts, blocks)
     tokens, keep = prompts.batch(model.device)
     meter = _Meter(model.dims, tokens, torch.ones_like(tokens).bool() if keep is None else keep)
@@ -97,9 +100,16 @@ def scores(
 
 
 def outlook(
-    model: HookedModel, prompts: Prompts, *, blocks: Sequence[int] | None = None, timed: bool = True, **_: Any
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    blocks: Sequence[int] | None = None,
+    beyond: bool = False,
+    timed: bool = True,
+    **_: Any,
 ) -> Mapping[str, float]:
     """What `scores` would take; see `experiments.study.passes`."""
+    model = model.reaching(beyond)
     heads = model.dims.h * len(_asked(model, prompts, blocks))
     return passes(model, [prompts.batch(model.device)], heads, timed=timed)
 

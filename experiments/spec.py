@@ -38,6 +38,7 @@ from experiments.prompts import Prompts
 from experiments.studies import STUDIES
 from hooks import HookedModel
 from probe.errors import ProbeError, asking, nearest
+from probe.headers import expanded
 
 SHIPPED = Path(__file__).parent / "specs"
 """Specs for the tiny model; `read` takes their names."""
@@ -88,7 +89,7 @@ def read(spec: str | Path) -> Spec:
     Raises:
         BadSpec: it can't be read; a key or a value that the study or the model doesn't take.
     """
-    path = Path(spec)
+    path = expanded(spec)
     if path.suffix != ".toml":
         if str(spec) not in shipped():
             raise BadSpec(
@@ -97,7 +98,7 @@ def read(spec: str | Path) -> Spec:
             )
         path = SHIPPED / f"{spec}.toml"
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadSpec(f"{path}: can't be read ({getattr(error, 'strerror', None) or error}).") from None
     except tomllib.TOMLDecodeError as error:
@@ -131,7 +132,7 @@ def parse(given: Mapping[str, Any], name: str = "run", folder: str | Path = ".")
     units = [_unit(study, checked, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
     order = list(dict.fromkeys(repr(unit.model) for unit in units))
     units.sort(key=lambda unit: order.index(repr(unit.model)))
-    return Spec(name, Path(folder), study, tuple(units))
+    return Spec(name, expanded(folder), study, tuple(units))
 
 
 def _table(key: str, table: Any) -> Mapping[str, Any]:

@@ -68,6 +68,7 @@ def steer(
     metrics: Sequence[str] | None = None,
     seed: int = 0,
     budget: int = BUDGET,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """Steer along a direction; a row for each dose and metric.
@@ -96,6 +97,7 @@ def steer(
             says how far one direction moves all prompts alike, whatever their answers are.
         seed: of the random directions, of the intervals' resamples.
         budget: bytes for the rows in flight.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -109,6 +111,7 @@ def steer(
         BadEdit: a tensor, a place or a direction that can't be steered so; ``steps`` and a metric that sees none.
         BadMetric, BadText, BadProbe, BadSample: what the prompts give no ground for.
     """
+    model = model.reaching(beyond)
     target = _Target.of(model, prompts, direction, tensor, block, h, e, at, when)
     asked = _Steering.of(model, prompts, target, direction, doses, random_directions, learn, neutral, metrics, seed)
     whole = measure(model, asked.ask, asked.cells(target.place), when=when, budget=budget, what="steer")
@@ -145,10 +148,12 @@ def outlook(
     learn: Prompts | None = None,
     neutral: Prompts | None = None,
     metrics: Sequence[str] | None = None,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `steer` would take, but for what is decoded; see `experiments.measure.cost`."""
+    model = model.reaching(beyond)
     target = _Target.of(model, prompts, direction, tensor, block, h, e, at, when)
     asked = _Steering.of(model, prompts, target, direction, doses, random_directions, learn, neutral, metrics, 0)
     asks = (asked.ask, target.place), (asked.aside, target.within)

@@ -25,6 +25,7 @@ from experiments.prompts import Prompts
 from hooks import HookedModel, estimate
 from probe.card import Leaf, Step, letters
 from probe.errors import OutOfRange, UnknownTensor
+from probe.headers import expanded
 from probe.sites import Site
 from probe.text import Batch
 
@@ -113,7 +114,7 @@ def folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         BadPath: it can't be written.
     """
-    path = Path(path)
+    path = expanded(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -136,7 +137,8 @@ def common(model: HookedModel, name: str | None, prompts: Prompts | None = None)
         prompts: None: they differ from row to row.
     """
     what = {"model": identity(model, name)} | ({} if prompts is None else {"prompts": prompts.name})
-    return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics}
+    reach = {"beyond": model.dims.max_positions} if model.decoder.beyond else {}
+    return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics} | reach
 
 
 def progress(total: int, what: str) -> tqdm[NoReturn]:
@@ -164,7 +166,12 @@ def passes(
         batches: that run one after the other.
         forwards: how often all of them run, where it isn't once and to the end.
         timed: whether to run the first of them, for ``seconds``; else they are NaN, and nothing is run.
+
+    Raises:
+        OutOfRange: a text is beyond the model's ``max_position_embeddings``.
     """
+    for batch in batches:
+        model.decoder.check_tokens(*batch)
     tokens, keep = batches[0]
     share = sum(batch.tokens.numel() for batch in batches) / tokens.numel()
     return {

@@ -33,6 +33,9 @@ Precision = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="What to compute in; without it, as stored, FP8 and INT4 as bfloat16."),
 ]
+Beyond = Annotated[
+    bool, typer.Option("--beyond", help="Run texts that are longer than the model's max_position_embeddings, too.")
+]
 Prompt = Annotated[
     str | None, typer.Option("--prompt", help="One text, in place of a task; what the model says next is the answer.")
 ]
@@ -108,7 +111,7 @@ def folder_for(out: Path | None, dry_run: bool, per_prompt: bool = False) -> Pat
     return folder(out) if out and not dry_run else None
 
 
-def opened(directory: Path | None, keep: Keeping, dtype: Dtype | None) -> tuple[HookedModel, str]:
+def opened(directory: Path | None, keep: Keeping, dtype: Dtype | None, beyond: bool = False) -> tuple[HookedModel, str]:
     """The model, and its name in tables. Of a checkpoint it is said first what its weights will take."""
     import torch
 
@@ -117,14 +120,14 @@ def opened(directory: Path | None, keep: Keeping, dtype: Dtype | None) -> tuple[
 
     if directory is None:
         torch.set_num_threads(1)  # the tiny model's products are so small that threads would only wait for each other
-        return HookedModel.load(TINY, torch_dtype(dtype), keep=keep), TINY.name
+        return HookedModel.load(TINY, torch_dtype(dtype), keep=keep).reaching(beyond), TINY.name
     typer.echo(f"{memory(directory, torch_dtype(dtype))}\n")
     hooked = HookedModel.load(directory, torch_dtype(dtype), keep=keep)
     for note in hooked.notes:
         typer.echo(f"note: {note}")
     if hooked.tokenizer is not None:
         typer.echo(f"note: {hooked.tokenizer.start}")
-    return hooked, directory.resolve().name
+    return hooked.reaching(beyond), directory.resolve().name
 
 
 def torch_dtype(dtype: Dtype | None) -> Any:

@@ -46,6 +46,7 @@ def top(
     smallest: bool = False,
     direction: Tensor | Sequence[float] | None = None,
     batch: int = 32,
+    beyond: bool = False,
     name: str | None = None,
 ) -> pd.DataFrame:
     """The ``n`` tokens at which each named number of a tensor is largest, strongest first.
@@ -61,6 +62,7 @@ def top(
         smallest: the tokens at which it is smallest.
         direction: [width of the last axis]: the dot product with it is ranked, at the length that it has.
         batch: how many texts run together.
+        beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
         name: of the model, for the column ``model``, which adds a digest of the weights.
 
     Returns:
@@ -75,6 +77,7 @@ def top(
         ShapeMismatch: a direction of another width.
         BadText: there is no text, or no tokenizer.
     """
+    model = model.reaching(beyond)
     view = _asked(model, texts, tensor, block, where, n, direction, batch)
     site = view.site
     sign, heap, tokens = -1.0 if smallest else 1.0, None, dict[int, Sequence[int]]()
@@ -108,10 +111,12 @@ def outlook(
     n: int = 20,
     direction: Tensor | Sequence[float] | None = None,
     batch: int = 32,
+    beyond: bool = False,
     timed: bool = True,
     **_: Any,
 ) -> Mapping[str, float]:
     """What `top` would take; see `experiments.study.passes`. A pass ends at the block that is asked for."""
+    model = model.reaching(beyond)
     view = _asked(model, texts, tensor, block, where, n, direction, batch)
     batches = [padded(list(rows.values()), model.device) for rows in _batches(model, texts, batch)]
     if not batches:

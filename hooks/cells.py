@@ -48,6 +48,7 @@ class Live:
         edits: act on it (a corrupt run may be edits on the clean prompt).
         read: the positions at which it is looked at itself; None: it isn't.
         x_n: [B T d], the residual stream into the first block that runs, where it starts there.
+        beyond: whether texts may be longer than the model's ``max_position_embeddings``.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class Live:
         edits: Sequence[Edit] = (),
         read: Read | None = None,
         x_n: Tensor | None = None,
+        beyond: bool = False,
     ) -> None:
         first = tokens if x_n is None else x_n
         if first is None:
             raise BadEdit("a source needs tokens, or the x_n that it starts from.")
         if first.ndim != (2 if x_n is None else 3):
             raise ShapeMismatch(f"tokens are [B T] and x_n is [B T d]; this is {list(first.shape)}.")
-        self.tokens, self.edits, self.read, self.x_n = tokens, tuple(edits), read, x_n
+        self.tokens, self.edits, self.read, self.x_n, self.beyond = tokens, tuple(edits), read, x_n, beyond
         self.rows = Rows(
             keep,
             first.shape[0],

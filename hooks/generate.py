@@ -71,13 +71,15 @@ def generate(
     Raises:
         BadEdit: an edit in the steps that takes values of another run's positions (there are none to take), or that
             acts in no step; the slow twin with another ``when``.
+        OutOfRange: the last token would stand beyond the model's ``max_position_embeddings``.
         BadText: a prompt and the tokens decoded behind it are too long for a model with indexers.
     """
     model.decoder.check_tokens(tokens, keep)
     if n < 1:
         raise BadEdit(f"n={n}: at least one token is decoded.")
-    prompt = tokens.shape[1] if keep is None else int(keep.sum(-1).max())
-    model.decoder.check_length(prompt + n - 1)  # the last one is not read back
+    longest = tokens.shape[1] if keep is None else int(keep.sum(-1).max())
+    model.decoder.check_length(longest + n - 1)  # the last new token is not read
+    model.decoder.check_reach(longest + n - 2)
     if when not in ("prompt", "steps", "both"):
         raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
     if not use_cache and when != "both":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from probe import TINY, Decoder, Dims, Tokenizer, Weights, load
 from probe.engine import Numerics
 from probe.errors import BadCheckpoint, BadEdit, BadText, ProbeError, UnknownTensor
 from probe.from_state import from_state
+from probe.headers import expanded
 from probe.memory import Keeping
 from probe.sites import Site, Sites
 from probe.text import Batch
@@ -120,7 +122,7 @@ class HookedModel(HookedRootModule):
             BadText: the tokenizer cannot be read.
         """
         tokenizer = Tokenizer.find(directory)  # first: it is small
-        if dtype is None and Path(directory).resolve() == TINY.resolve():
+        if dtype is None and expanded(directory).resolve() == TINY.resolve():
             dtype = torch.float32
         model = cls(load(directory, dtype, device, keep=keep), tokenizer)
         low = model.decoder.weights.read(None, "w_final").dtype != torch.float32
@@ -151,6 +153,17 @@ class HookedModel(HookedRootModule):
         read = config if isinstance(config, Mapping) else config.to_dict()
         weights = from_state(model.state_dict(), Dims.from_config(read))
         return cls(weights, None if tokenizer is None else Tokenizer.of(tokenizer))
+
+    def reaching(self, beyond: bool = True) -> HookedModel:
+        """The same model, hooks and all, whose every run may go beyond ``max_position_embeddings``; itself, if not
+        ``beyond``. Nobody has trained it there: what comes out says how it extrapolates.
+        """
+        if not beyond or self.decoder.beyond:
+            return self
+        made = copy(self)
+        made.decoder = copy(self.decoder)
+        made.decoder.beyond = True
+        return made
 
     @property
     def dims(self) -> Dims:
@@ -206,14 +219,17 @@ class HookedModel(HookedRootModule):
         return Batch(tokens.to(self.device), None if keep is None else keep.to(self.device))
 
     @eagerly
-    def forward(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor | str | Sequence[str], keep: Tensor | None = None, *, beyond: bool = False
+    ) -> Tensor:
         """The logits, [B T V], with whatever hooks are on. Gradients flow where torch records them.
 
         Args:
             tokens: [B, T] token ids, or text.
             keep: [B, T], true where a token is real. Texts bring their own.
+            beyond: whether texts may be longer than ``max_position_embeddings``; see `reaching`.
         """
-        return self._run(*self._batch(tokens, keep))
+        return self.reaching(beyond)._run(*self._batch(tokens, keep))
 
     @eagerly
     def run_with_cache(  # type: ignore[override]  # TransformerLens' takes any argument, and swallows those it does not know
@@ -229,6 +245,7 @@ class HookedModel(HookedRootModule):
         spans: Sequence[Spans] | None = None,
         grads: Score | None = None,
         budget: int | None = None,
+        beyond: bool = False,
     ) -> tuple[Tensor, Cache]:
         """The logits and a cache of every tensor, or of those named. What is cached has no graph.
 
@@ -242,24 +259,26 @@ class HookedModel(HookedRootModule):
             grads: a function from logits to one number. Its gradients at the same sites, kept likewise, are then
                 ``cache.gradients``.
             budget: bytes that the run may take beside the weights; see `hooks.estimate`.
+            beyond: whether texts may be longer than ``max_position_embeddings``; see `reaching`.
 
         Raises:
             UnknownTensor: a name or a glob names nothing, or nothing is selected.
             BadEdit, OutOfRange: positions, reductions or gradients that cannot mean what they say.
             TooLarge: it would not fit the budget.
         """
+        model = self.reaching(beyond)
         tokens, keep = self._batch(tokens, keep)
-        self.decoder.check_tokens(tokens, keep)
+        model.decoder.check_tokens(tokens, keep)
         rows = Rows(keep, tokens.shape[0], tokens.shape[1], None if spans is None else tuple(spans))
         how = Keep(names_filter, device, dtype, pos, reduce)
         keeper = Keeper(self.sites, rows, tokens, how, in_chunks=grads is None)
         if budget is not None:
-            check_fits(self, rows, how, budget, grads is not None)
+            check_fits(model, rows, how, budget, grads is not None)
         if grads is None:
-            return self._run(tokens, keep, keeper), keeper.cache
+            return model._run(tokens, keep, keeper), keeper.cache
         second = Keeper(self.sites, rows, tokens, how, in_chunks=False)
         keeper.cache.gradients = second.cache
-        return run_with_gradients(self, tokens, keep, keeper, second, grads), keeper.cache
+        return run_with_gradients(model, tokens, keep, keeper, second, grads), keeper.cache
 
     @eagerly
     def run(
@@ -277,10 +296,12 @@ class HookedModel(HookedRootModule):
         pos: Index | None = None,
         reduce: Reduce | None = None,
         budget: int | None = None,
+        beyond: bool = False,
     ) -> Run:
-        """Run with edits, recomputing only what they reach from ``base``; see `hooks.run.run`."""
+        """Run with edits, recomputing only what they reach from ``base``; see `hooks.run.run`, and `reaching` for
+        ``beyond``."""
         return run(
-            self,
+            self.reaching(beyond),
             *self._batch(tokens, keep),
             want=want,
             edits=edits,
@@ -309,10 +330,12 @@ class HookedModel(HookedRootModule):
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
         reduce: Reduce | None = None,
+        beyond: bool = False,
     ) -> Run:
-        """Run one block alone, on a residual stream from elsewhere; see `hooks.run.run_block`."""
+        """Run one block alone, on a residual stream from elsewhere; see `hooks.run.run_block`, and `reaching` for
+        ``beyond``."""
         return run_block(
-            self,
+            self.reaching(beyond),
             block,
             x_n,
             keep,
@@ -339,11 +362,22 @@ class HookedModel(HookedRootModule):
         edits: Sequence[Edit] = (),
         spans: Sequence[Spans] | None = None,
         when: When = "both",
+        beyond: bool = False,
     ) -> Generation:
-        """Decode ``n`` tokens, greedily or sampled, with hooks and edits; see `hooks.generate.generate`."""
+        """Decode ``n`` tokens, greedily or sampled, with hooks and edits; see `hooks.generate.generate`, and `reaching`
+        for ``beyond``."""
         tokens, keep = self._batch(tokens, keep)
         return generate(
-            self, tokens, keep, n=n, temperature=temperature, seed=seed, stop=stop, edits=edits, spans=spans, when=when
+            self.reaching(beyond),
+            tokens,
+            keep,
+            n=n,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            edits=edits,
+            spans=spans,
+            when=when,
         )
 
     def _batch(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None) -> Batch:

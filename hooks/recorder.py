@@ -34,7 +34,9 @@ class Recorder:
         on_weights = [at for at in applied if at.is_weight]
         weights = model.decoder.weights
         self.decoder = (
-            Decoder(EditedWeights(weights, on_weights), model.decoder.numerics) if on_weights else model.decoder
+            Decoder(EditedWeights(weights, on_weights), model.decoder.numerics, model.decoder.beyond)
+            if on_weights
+            else model.decoder
         )
         rows = keeper.rows if keeper else None
         self.cache = keeper.cache if keeper and keeper.keep.plain else Cache(model.sites, rows=rows)

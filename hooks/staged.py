@@ -195,10 +195,11 @@ class Staged:
 
     def _start(self, live: Live) -> Tensor:
         """What a root starts from, [B T] or [B T d]; checked."""
+        decoder = self.model.reaching(live.beyond).decoder
         if live.tokens is not None:
-            self.model.decoder.check_tokens(live.tokens, live.rows.keep)
+            decoder.check_tokens(live.tokens, live.rows.keep)
         if live.x_n is not None:
-            self.model.decoder.check_keep(live.rows.keep, live.rows.batch, live.rows.length)
+            decoder.check_keep(live.rows.keep, live.rows.batch, live.rows.length)
             check_stream(self.model, Site(max(0, self.first), "x_n"), live.x_n)
         start = live.tokens if self.first < 0 else live.x_n
         if start is None:

@@ -24,7 +24,7 @@ from hooks.where import Rows
 from probe.card import letters
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadEdit, ProbeError
-from probe.headers import OpenFile
+from probe.headers import OpenFile, expanded, parsed
 from probe.sites import Site, Sites
 
 FORMAT = "k2-probe cache 1"
@@ -55,7 +55,7 @@ def save(cache: Cache, path: str | Path) -> None:
         "skipped": {str(site): why for site, why in cache.skipped.items()},
         "aliases": aliases,
     }
-    path = Path(path)
+    path = expanded(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(once, aside, metadata={"format": FORMAT, **{key: json.dumps(said) for key, said in header.items()}})
@@ -116,7 +116,7 @@ class _File:
         if said.get("format") != FORMAT:
             raise BadCheckpoint(f"{path}: not a cache of this toolkit; its format is {said.get('format')!r}.")
         try:
-            self.header = {key: json.loads(value) for key, value in said.items() if key != "format"}
+            self.header = {key: parsed(value) for key, value in said.items() if key != "format"}
             self.aliases: dict[str, Any] = self.header["aliases"]
         except (ValueError, KeyError) as error:
             raise BadCheckpoint(f"{path}: its header is damaged ({error!r}).") from None
@@ -181,7 +181,7 @@ def load(path: str | Path) -> Cache:
     Raises:
         BadCheckpoint: there is no such file, it is damaged, or it is no cache of this toolkit.
     """
-    file = _File(Path(path))
+    file = _File(expanded(path))
     try:
         return _cache_of(file)
     except BadCheckpoint:

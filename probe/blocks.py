@@ -9,7 +9,7 @@ from torch import Tensor
 from probe import attention, ffn, model
 from probe import moe as mixture
 from probe.card import Card, Step, step, steps_of
-from probe.leaves import LEAVES
+from probe.leaves import DIRECT, LEAVES
 
 
 @step(
@@ -55,7 +55,8 @@ def card(*, moe: bool, query_latent: bool = True) -> Card:
     kinds = {"", "moe" if moe else "dense", "latent" if query_latent else "direct"}
     rows: list[Step] = [row for row in _rows() if row.only in kinds]
     refused = {f"{spelling}{end}": why for spelling, why in _TWO.items() for end in ("", ".weight")}
-    return Card("MoE" if moe else "dense", rows, LEAVES, refused=refused | (_MOE_ONLY if moe else {}))
+    leaves = LEAVES if query_latent else DIRECT
+    return Card("MoE" if moe else "dense", rows, leaves, refused=refused | (_MOE_ONLY if moe else {}))
 
 
 def _rows() -> list[Step]:

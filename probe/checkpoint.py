@@ -15,10 +15,10 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from probe.config import guesses, unread_keys
+from probe.config import guesses, layout, unread_keys
 from probe.errors import BadCheckpoint, Missing, OutOfRange, asking
-from probe.forms import Survey, quantisation_config, survey, told_apart
-from probe.headers import read_tensor, told
+from probe.forms import AGAIN, TIED, Survey, quantisation_config, survey, told_apart
+from probe.headers import expanded, read_tensor, same_bytes, told
 from probe.leaves import LEAVES
 from probe.memory import Keeping, table
 from probe.names import SOURCES, shown, stored_names
@@ -43,7 +43,8 @@ class Checkpoint:
     Raises:
         BadConfig: the config is missing or cannot be honoured.
         BadCheckpoint: a file is missing or damaged; a tensor is missing, unknown, or of a wrong shape or dtype; a scale
-            is; a head contradicts the config. All of it from headers, before a weight is read.
+            is; a head contradicts the config. All of it from headers, before a weight is read: but a tied head that is
+            stored all the same is held against the embedding.
     """
 
     resident = False
@@ -51,13 +52,15 @@ class Checkpoint:
     def __init__(
         self, directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
-        self.directory, self.dtype, self.device = Path(directory), dtype, torch.device(device or "cpu")
+        self.directory, self.dtype, self.device = expanded(directory), dtype, torch.device(device or "cpu")
         self.survey = survey(self.directory)
-        if self.survey.faults:
-            fault, more = self.survey.faults[0], len(self.survey.faults) - 1
-            where = self.directory / told(fault.file) if fault.file else self.directory
-            also = f" {more} more differ: `k2probe params` lists them." if more else ""
-            raise BadCheckpoint(f"{where}: {fault}.{also}")
+        self.survey.refuse_faults(self.directory)
+        for head in self.survey.left_out.get(AGAIN, ()):
+            stored = self.survey.stored
+            embedding = layout(self.survey.config, stored).full("model.embed_tokens.weight")
+            if not same_bytes(self.directory, stored[head], stored[embedding]):
+                where = self.directory / told(stored[head].file)
+                raise BadCheckpoint(f"{where}: {told(head)} {TIED}, and it is another than the embedding.")
         self.dims = self.survey.dims
         self.notes = _notes(self.survey)
         self._held: dict[str, Tensor] | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from probe.errors import BadConfig, asking, nearest
-from probe.headers import brief, read_json, told
+from probe.headers import brief, expanded, read_json, told
 
 SIZES = {  # key → the letter of `probe.Dims`
     "hidden_size": "d",
@@ -270,7 +270,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def config_file(path: str | Path) -> Path:
     """Where a config is: the file itself, or ``config.json`` in a directory."""
-    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    path = expanded(path)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _is_number(value: object) -> bool:
@@ -443,29 +444,27 @@ class _Reader:
         return n_group, topk_group
 
     def _rotary(self) -> tuple[float, dict[str, float] | None]:
-        new = self.config.get("rope_parameters")
-        where = "rope_parameters" if new is not None else "rope_scaling"
-        rope = new if new is not None else self.config.get("rope_scaling")
-        if not isinstance(rope, Mapping | None):
-            raise BadConfig(f"{where}: {brief(rope)} should be an object, or null.")
-        theta = (rope or {}).get("rope_theta", self.config.get("rope_theta"))
+        """``rope_theta``, and YaRN's numbers where there is YaRN."""
+        given = [where for where in _ROPE if self.config.get(where) is not None] or [_ROPE[-1]]
+        theta, yarn = _agreed({where: self._rope(where) for where in given})
         if not _is_number(theta) or not theta > 1:
             raise BadConfig(f"rope_theta: {brief(theta)} should be a number above 1.")
-        kind = (rope or {}).get("rope_type", (rope or {}).get("type", "default"))
-        for key, fine in _UNSUPPORTED.items():
-            if (rope or {}).get(key) not in (None, fine):
-                said = brief(rope[key])  # type: ignore[index]
-                raise BadConfig(f"{where}.{key}: {said} is not supported; these checkpoints leave it out.")
+        return float(theta), yarn
+
+    def _rope(self, where: str) -> tuple[Any, dict[str, float] | None]:
+        """What one of the two rotary objects says; theta as it stands, there or beside it."""
+        rope = self.config.get(where)
+        if not isinstance(rope, Mapping | None):
+            raise BadConfig(f"{where}: {brief(rope)} should be an object, or null.")
         sarvam = self.config.get("model_type") == _SARVAM
         if rope is None and sarvam:
             raise BadConfig(f"{where}: the config lacks it: transformers reads that as none, other readers as YaRN.")
-        if rope is None or kind == "default":
-            return float(theta), None
-        if kind != "yarn" and not (kind == "deepseek_yarn" and sarvam):
+        rope = rope or {}
+        kind = _agreed({f"{where}.{key}": rope.get(key) for key in ("rope_type", "type")})
+        if kind == "deepseek_yarn" and sarvam:
+            kind = "yarn"
+        if kind not in (None, "default", "yarn"):
             raise BadConfig(f"{where}.type: {brief(kind)} is not one of default, yarn.")
-        return float(theta), self._yarn(rope, where)
-
-    def _yarn(self, rope: Mapping[str, Any], where: str) -> dict[str, float]:
         known = {*_YARN, *_UNSUPPORTED, "type", "rope_type", "rope_theta"}
         for key in rope:
             if key not in known:
@@ -473,6 +472,13 @@ class _Reader:
                 raise BadConfig(
                     f"{where}.{told(key)}: not a key that we know" + (f"; nearest: {near[0]}." if near else ".")
                 )
+        for key, fine in _UNSUPPORTED.items():
+            if rope.get(key) not in (None, fine):
+                raise BadConfig(f"{where}.{key}: {brief(rope[key])} is not supported; these checkpoints leave it out.")
+        theta = _agreed({f"{where}.rope_theta": rope.get("rope_theta"), "rope_theta": self.config.get("rope_theta")})
+        return theta, self._yarn(rope, where) if kind == "yarn" else None
+
+    def _yarn(self, rope: Mapping[str, Any], where: str) -> dict[str, float]:
         numbers = {}
         for key, default in _YARN.items():
             value = rope.get(key, default)
@@ -489,6 +495,21 @@ class _Reader:
         original = int(numbers.pop("original_max_position_embeddings"))
         return {**numbers, "original": original}
 
+
+def _agreed(said: Mapping[str, Any]) -> Any:
+    """What places of a config say of one thing, each by its name; None where none says anything."""
+    (first, value), *others = [(place, one) for place, one in said.items() if one is not None] or [("", None)]
+    for other, its in others:
+        if its != value:
+            raise BadConfig(
+                f"{first} and {other} differ: {brief(value)} and {brief(its)}. Libraries take different ones; keep the"
+                " one that is meant."
+            )
+    return value
+
+
+_ROPE = ("rope_parameters", "rope_scaling")
+"""The objects with rotary keys, new and old."""
 
 _YARN: dict[str, float | None] = {
     "factor": None,

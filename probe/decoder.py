@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probe.dims import Dims
 from probe.engine import Fork, Numerics, Plan, Weights, evaluate, plan
-from probe.errors import BadText, ShapeMismatch
+from probe.errors import BadText, OutOfRange, ShapeMismatch
 from probe.numerics import causal_mask, position_ids, rotation
 from probe.sites import Site, Sites
 
@@ -22,10 +22,15 @@ SiteShow = Callable[[Site, slice, Tensor], None]
 
 
 class Decoder:
-    """A model of K2's architecture on some weights. It holds no state: two runs never touch each other."""
+    """A model of K2's architecture on some weights. It holds no state: two runs never touch each other.
 
-    def __init__(self, weights: Weights, numerics: Numerics = "reference") -> None:
-        self.weights, self.numerics = weights, numerics
+    Args:
+        numerics: see `probe.engine.Numerics`.
+        beyond: whether position ids may reach the model's ``max_position_embeddings`` and beyond.
+    """
+
+    def __init__(self, weights: Weights, numerics: Numerics = "reference", beyond: bool = False) -> None:
+        self.weights, self.numerics, self.beyond = weights, numerics, beyond
         self.dims: Dims = weights.dims
         self.sites = Sites(self.dims)
 
@@ -40,6 +45,7 @@ class Decoder:
         Raises:
             ShapeMismatch: tokens are not [B T] integers, or the mask is of another shape, or has holes.
             BadText: a token id outside the vocabulary, a row without a real token, or with too many (`check_length`).
+            OutOfRange: as `check_reach`.
         """
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
             raise ShapeMismatch(
@@ -52,14 +58,16 @@ class Decoder:
         self.check_keep(keep, tokens.shape[0], tokens.shape[1] + _past_length(past))
 
     def check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
-        """Refuse a mask that does not fit these rows.
+        """Refuse a mask that does not fit these rows, or rows that are too long.
 
         Raises:
             ShapeMismatch: it is of another shape, or has holes.
             BadText: a row has no real token, or too many (`check_length`).
+            OutOfRange: as `check_reach`.
         """
         if keep is None:
             self.check_length(length)
+            self.check_reach(length - 1)
             return
         if keep.shape != (batch, length):
             raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {[batch, length]}.")
@@ -70,7 +78,9 @@ class Decoder:
             raise ShapeMismatch(
                 "the mask has holes: pads stand left or right of a row's tokens, not between or on both sides."
             )
-        self.check_length(int(real.sum(-1).max()))
+        longest = int(real.sum(-1).max())
+        self.check_length(longest)
+        self.check_reach(longest - 1)
 
     def check_length(self, longest: int) -> None:
         """Refuse a text that this model's indexers would act in: its attention is not full then, and ours is.
@@ -83,6 +93,19 @@ class Decoder:
             raise BadText(
                 f"a text of {longest:,} tokens is longer than index_topk: beyond {most:,} tokens this model's indexers"
                 " choose the keys that attention sees, and indexers are not computed here. Shorten it."
+            )
+
+    def check_reach(self, largest: int) -> None:
+        """Refuse rows whose largest position id is beyond those that the model was made for, unless that is said.
+
+        Raises:
+            OutOfRange: it is ``max_position_embeddings`` or more.
+        """
+        most = self.dims.max_positions
+        if most is not None and largest >= most and not self.beyond:
+            raise OutOfRange(
+                f"position id {largest:,}, and the model's max_position_embeddings is {most:,}: it has not learnt what"
+                " is beyond. Take shorter texts; or say beyond=True (--beyond), and they are run all the same."
             )
 
     def run(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +78,18 @@ class Unmatched(BadEdit):
 
 class TooLarge(ProbeError, MemoryError):
     """A run that would not fit the bytes it was given; refused before it starts."""
+
+
+class TextWarning(UserWarning):
+    """Something in a text that may not be meant."""
+
+
+def warn_of_text(message: str) -> None:
+    """Give a `TextWarning` at the user's own line, the last that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, TextWarning, stacklevel=level)
 
 
 def nearest(spelling: str, known: Iterable[str], n: int = 3) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from probe.config import Layout, config_file, extra_layers, layout, read_config, text_config
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadConfig, asking
+from probe.foreign import ORIGINAL, foreign, refuse_other_files
 from probe.headers import READ, Stored, brief, read_headers, told, uncollected
 from probe.leaves import FP32
 from probe.names import INDEXER, stored_shapes
@@ -31,6 +32,8 @@ BUFFERS = "rotary buffers (inv_freq), which no run reads"
 EXTRA = "next-token modules (MTP), which no run reads"
 SIGHT = "the part that sees, of which only the text part is read"
 CHOOSING = "indexers, which act in texts beyond index_topk tokens alone, and those are refused"
+AGAIN = "the head, which is the embedding, stored again"
+TIED = "is there, but tie_word_embeddings is true"
 
 
 class Kept(NamedTuple):
@@ -67,7 +70,7 @@ class Survey(NamedTuple):
         stored: every tensor by its full name.
         kept: every weight's matrix or vector that is there, by its original name, without a text part's prefix.
         left_out: what is no weight of ours and yet known, by what it is: full names.
-        faults: what is not as the config says, the first in the card's order.
+        faults: what is not as the config says, in the card's order; before all, what tells why.
     """
 
     config: dict[str, Any]
@@ -85,6 +88,18 @@ class Survey(NamedTuple):
         kept = self.kept[name]
         return asked or (READ[self.stored[kept.parts[0]].dtype] if kept.form == "plain" else torch.bfloat16)
 
+    def refuse_faults(self, directory: Path) -> None:
+        """Refuse what is not as the config says, by the first fault.
+
+        Raises:
+            BadCheckpoint: there is one.
+        """
+        if self.faults:
+            fault, more = self.faults[0], len(self.faults) - 1
+            where = directory / told(fault.file) if fault.file else directory
+            also = f" {more} more differ: `k2probe params` lists them." if more else ""
+            raise BadCheckpoint(f"{where}: {fault}.{also}")
+
 
 def survey(directory: Path) -> Survey:
     """Read config and headers, and match what is there with what should be.
@@ -93,8 +108,7 @@ def survey(directory: Path) -> Survey:
         BadConfig: there is no config, or it cannot be honoured.
         BadCheckpoint: there is no such directory, or its files are damaged. What is only not as expected is a fault.
     """
-    if not directory.is_dir():
-        raise BadCheckpoint(f"{directory}: there is no such directory.")
+    refuse_other_files(directory)
     config = read_config(directory)
     with asking(str(config_file(directory))):
         dims, form = Dims.from_config(config), quantisation(config)
@@ -121,10 +135,16 @@ def _match(
             rest.pop(part, None)
         faults += _faults_of(stored, full, found, shape, form)
     left_out, unknown = _sorted_out(rest, spelt, dims, extra_layers(config))
+    head, embedding = spelt.full("lm_head.weight"), spelt.full("model.embed_tokens.weight")
+    if dims.tied and head in unknown and embedding in stored and stored[head][1:3] == stored[embedding][1:3]:
+        unknown.remove(head)
+        left_out[AGAIN] = [head]
     for name in unknown:
-        head = name == spelt.full("lm_head.weight")
-        said = "is there, but tie_word_embeddings is true" if head else _unknown(name, stored)
+        said = TIED if name == head else _unknown(name, stored)
         faults.append(Fault(name, said, stored[name].file))
+    if faults and (sign := foreign(unknown, embedding)):
+        name, said = sign
+        faults.insert(0, Fault(name, said, stored[name].file if name in stored else None))
     return kept, left_out, faults
 
 
@@ -230,6 +250,8 @@ def quantisation(config: Mapping[str, Any]) -> Form:
         BadConfig: they are quantised in another way than FP8 in blocks of 128 × 128 or INT4 in groups of 32.
     """
     said = quantisation_config(config)
+    if (mlx := config.get("quantization")) is not None:
+        raise BadConfig(f"quantization: {brief(mlx)} is of MLX' form, which is not read: {ORIGINAL}.")
     if said is None:
         return "plain"
     if not isinstance(said, Mapping):
@@ -253,9 +275,10 @@ def quantisation(config: Mapping[str, Any]) -> Form:
             usual = {"type": "int", "symmetric": True, "strategy": "group", "actorder": None}
             _only(weights, where, usual, {"num_bits": 4, "group_size": GROUP})
         return "int4"
+    algorithm = f" ({brief(said['quant_algo'])})" if "quant_algo" in said else ""
     raise BadConfig(
-        f"quantization_config.quant_method: {brief(method)} is not read; read are fp8 (blocks of {BLOCK} × {BLOCK}),"
-        f" compressed-tensors (INT4 in groups of {GROUP}), and weights that are not quantised."
+        f"quantization_config.quant_method: {brief(method)}{algorithm} is not read; read are fp8 (blocks of {BLOCK} ×"
+        f" {BLOCK}), compressed-tensors (INT4 in groups of {GROUP}), and weights that are not quantised: {ORIGINAL}."
     )
 
 

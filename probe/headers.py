@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import weakref
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Set as AbstractSet
@@ -159,6 +160,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path as a user gives it: ``~`` is their home, as in a shell."""
+    return Path(os.path.expanduser(path))  # a Path's own raises where there is no such user
+
+
 def told(name: object) -> str:
     """A name from a file as an error may show it: short, and without what would act on a terminal."""
     text = str(name)
@@ -174,22 +180,29 @@ def brief(value: object) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file, without a key twice in one object.
+    """The JSON in a file; see `parsed`.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
-        ValueError: it is longer than `MOST`, not UTF-8, not JSON, or says something twice.
+        ValueError: it is longer than `MOST`, or as `parsed`.
     """
     size = _size(path)
     if size > MOST:
         raise ValueError(f"{size:,} bytes are more than the {MOST:,} that are read")
     with path.open("rb") as file:
-        return _parsed(file.read(MOST))
+        return parsed(file.read(MOST))
 
 
-def _parsed(raw: bytes | bytearray) -> Any:
+def parsed(raw: bytes | bytearray | str) -> Any:
+    """JSON, without a key twice in one object, of which libraries take different ones. A byte order mark in front says
+    nothing.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON (a `json.JSONDecodeError`), or says something twice.
+    """
+    text = raw if isinstance(raw, str) else raw.decode("utf-8")
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -316,7 +329,7 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
             length = int.from_bytes(_bytes(opened, 0, 8), "little")
         if size < 8 or length > min(size - 8, MOST):
             raise ValueError(_too_short(size, length))
-        return _checked(_parsed(_bytes(opened, 8, length)), file, 8 + length, opened)
+        return _checked(_header(_bytes(opened, 8, length)), file, 8 + length, opened)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: the shard is missing. Fetch it, or the whole checkpoint anew.") from None
     except OSError as error:
@@ -334,6 +347,13 @@ def _bytes(opened: OpenFile, start: int, count: int) -> bytearray:
     made = bytearray(count)
     opened.read(memoryview(made), start)
     return made
+
+
+def _header(raw: bytes | bytearray) -> Any:
+    """The format knows no byte order mark."""
+    if raw.startswith(BOM_UTF8):
+        raise ValueError("its header begins with a byte order mark")
+    return parsed(raw)
 
 
 def _too_short(size: int, length: int) -> str:
@@ -405,3 +425,28 @@ def read_tensor(directory: Path, name: str, stored: Stored) -> Tensor:
             " Open the checkpoint anew."
         ) from None
     return made
+
+
+def same_bytes(directory: Path, one: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same bytes, read piece by piece.
+
+    Raises:
+        BadCheckpoint: a file cannot be read, or has changed since it was opened.
+    """
+    if one.nbytes != other.nbytes:
+        return False
+    try:
+        for done in range(0, one.nbytes, PIECE):
+            count = min(PIECE, one.nbytes - done)
+            first, second = (_bytes(part.opened, part.start + done, count) for part in (one, other))
+            if first != second:
+                return False
+        for part in (one, other):
+            part.opened.check(directory / part.file)
+        return True
+    except OSError as error:
+        raise BadCheckpoint(f"{directory}: {one.file} or {other.file} cannot be read ({error.strerror}).") from None
+
+
+PIECE = 2**24
+"""Bytes that are compared at a time."""

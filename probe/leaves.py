@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from probe.card import Leaf, split_shape
 
 
@@ -51,14 +53,14 @@ _ALL = (
         "W_{UQ}",
         "r_q (h n)",
         "Multi-head latent attention",
-        "Up to the queries' content part. Reads d inputs in a model without a query latent.",
+        "Up to the queries' content part. Reads x_attn in a model without a query latent.",
     ),
     _weight(
         "W_QR",
         "W_{QR}",
         "r_q (h r)",
         "Multi-head latent attention",
-        "Up to the queries' rotary part. Reads d inputs in a model without a query latent.",
+        "Up to the queries' rotary part. Reads x_attn in a model without a query latent.",
     ),
     _weight("W_DKV", "W_{DKV}", "d r_kv", "Multi-head latent attention", "Down to the key-value latent."),
     _weight("W_KR", "W_{KR}", "d r", "Multi-head latent attention", "To the one rotary key that all heads share."),
@@ -120,6 +122,12 @@ _ALL = (
 
 LEAVES: dict[str, Leaf] = {leaf.name: leaf for leaf in _ALL}
 """Every leaf by name."""
+
+DIRECT: dict[str, Leaf] = {
+    name: replace(leaf, shape=tuple("d" if axis == "r_q" else axis for axis in leaf.shape))
+    for name, leaf in LEAVES.items()
+}
+"""The same in a model without a query latent: what reads it reads x_attn."""
 
 FP32 = frozenset({"W_g", "b"})
 """Weights that stay fp32 under every cast: rounding them changes the choice of experts."""

@@ -12,6 +12,7 @@ import torch
 
 from probe.errors import TooLarge
 from probe.forms import Survey, survey
+from probe.headers import expanded
 from probe.names import stored_names
 from probe.weights import weight_shape, weight_sites
 
@@ -85,10 +86,13 @@ def memory(directory: str | Path, dtype: torch.dtype | None = None, device: torc
         directory, dtype, device: as `load`'s.
 
     Raises:
-        BadConfig, BadCheckpoint: as `Checkpoint`; tensors that are missing count as none.
+        BadConfig, BadCheckpoint: as `Checkpoint`; but tensors that are missing count as none.
     """
-    directory = Path(directory)
-    return table(directory, survey(directory), dtype, device)
+    directory = expanded(directory)
+    found = survey(directory)
+    if any(fault.file for fault in found.faults):  # something is there that nobody can read
+        found.refuse_faults(directory)
+    return table(directory, found, dtype, device)
 
 
 def table(directory: Path, found: Survey, dtype: torch.dtype | None, device: torch.device | str | None) -> Memory:
@@ -118,7 +122,7 @@ def table(directory: Path, found: Survey, dtype: torch.dtype | None, device: tor
 
 
 def _of_a_block(nbytes: Mapping[int | None, int]) -> int:
-    return max(size for block, size in nbytes.items() if block is not None)
+    return max((size for block, size in nbytes.items() if block is not None), default=0)
 
 
 def available(device: torch.device | str | None = None) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probe.card import Leaf
 from probe.dims import Dims
-from probe.weights import weight_sites
+from probe.weights import weight_shape, weight_sites
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def stored_shapes(dims: Dims) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of these sizes holds, by its original name, with its stored shape ([out in])."""
     shapes: dict[str, tuple[int, ...]] = {}
     for block, leaf in weight_sites(dims):
-        sizes = [dims.d if axis == "r_q" and dims.r_q is None else dims.size(axis) for axis in leaf.shape]
+        sizes = weight_shape(leaf, dims)
         if leaf.routed:
             shapes.update({stored_name(block, leaf.name, dims, e): (sizes[2], sizes[1]) for e in range(dims.e)})
         elif len(sizes) == 1 or leaf.name == "W_E":

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from probe.card import Card, Leaf
 from probe.dims import Dims
 from probe.forms import Survey, survey
+from probe.headers import expanded
 from probe.names import stored_names
 from probe.sites import Sites
 from probe.weights import weight_shape, weight_sites
@@ -110,7 +111,7 @@ def tally(directory: str | Path) -> Tally:
     Raises:
         BadConfig, BadCheckpoint: config or files are damaged. A tensor that is not as expected is told and counted.
     """
-    found = survey(Path(directory))
+    found = survey(expanded(directory))
     shapes: dict[int | None, dict[str, list[tuple[int, ...]]]] = {}
     rest = dict.fromkeys(found.kept)
     for block, leaf in weight_sites(found.dims):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tokenizers import AddedToken, Encoding, Regex, decoders, models, pre_tokenizers, processors
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from probe import chat, labels, tiktoken
 from probe.chat import Chat
-from probe.errors import BadText, asking
+from probe.errors import BadText, asking, warn_of_text
+from probe.headers import expanded, parsed, uncollected
 
 _FILES = ("tiktoken.model", "tokenizer.json")
 """What holds a tokenizer, by falling trust: beside Kimi's own file, a ``tokenizer.json`` is a conversion, and the usual
@@ -23,6 +25,16 @@ one splits text by another model's pattern."""
 
 _CONFIG = "tokenizer_config.json"
 _MOST_BYTES = 2**27  # of a tokenizer.json; those of models with a quarter of a million tokens have a quarter of that
+
+
+Specials = Literal["text", "token"]
+
+
+class _Read(NamedTuple):
+    """A text's tokens, and the characters of each."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
 
 
 class Batch(NamedTuple):
@@ -41,13 +53,23 @@ class Tokenizer:
 
     Args:
         path: one of these files, or a directory that holds one.
+        specials: what the name of a special token inside a text is: ordinary ``text``, or the ``token`` itself. None:
+            what it is by the file, and a `probe.errors.TextWarning` says so where it is ordinary text. In a chat's
+            messages it is that always. This and the next may be set later, too.
+        second_bos: whether a text that begins with what is put in front, a BOS, gets it there once more. None: it
+            does, and a `probe.errors.TextWarning` says so.
 
     Raises:
-        BadText: there is none, or it cannot be read; by file and line.
+        BadText: there is none, or it cannot be read; by file and line. Or it is a conversion of Kimi's that splits text
+            by another pattern.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+    specials: Specials | None = None
+    second_bos: bool | None = None
+
+    def __init__(self, path: str | Path, *, specials: Specials | None = None, second_bos: bool | None = None) -> None:
+        self.specials, self.second_bos = specials, second_bos
+        path = expanded(path)
         file = (_file_in(path) or path / _FILES[-1]) if path.is_dir() else path
         if not file.is_file():
             raise BadText(
@@ -56,7 +78,10 @@ class Tokenizer:
         if file.suffix == ".model":
             self._keep(_from_ranks(file), "[UNK]")
         else:
-            self._keep(_from_json(file), "<unk>", "[UNK]")
+            backend = _from_json(file)
+            with asking(str(file)):
+                _check_pieces(backend)
+            self._keep(backend, "<unk>", "[UNK]")
             self._begin(file.parent / _CONFIG)
 
     @classmethod
@@ -66,14 +91,15 @@ class Tokenizer:
         Raises:
             BadText: it has one that cannot be read.
         """
-        return cls(directory) if _file_in(Path(directory)) else None
+        return cls(directory) if _file_in(expanded(directory)) else None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Tokenizer:
         """A tokenizer that is loaded already: one of ours, as it is, or a copy of a fast one of transformers.
 
         Raises:
-            BadText: it is neither; a slow one has no ``backend_tokenizer``.
+            BadText: it is neither; a slow one has no ``backend_tokenizer``. Or it is a conversion of Kimi's that splits
+                text by another pattern.
         """
         if isinstance(tokenizer, Tokenizer):
             return tokenizer
@@ -83,6 +109,7 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is no fast tokenizer (it has no backend_tokenizer) and none of ours;"
                 " give a Tokenizer, or None and token ids."
             )
+        _check_pieces(backend)
         copy = _Tokenizer.from_str(backend.to_str())
         copy.encode_special_tokens = backend.encode_special_tokens  # which is no part of the string
         roles = [getattr(tokenizer, f"{role}_token", None) for role in ("bos", "eos", "pad")]
@@ -97,8 +124,11 @@ class Tokenizer:
         self._tokenizer = backend
         self._unknown = {i for word in unknown if (i := backend.token_to_id(word)) is not None}
         self._bytes = isinstance(backend.decoder, decoders.ByteLevel)
-        self._added = {id: token.content.encode() for id, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content.encode() for id, token in added.items()}
         self._named = {name: id for id, name in self._added.items()}
+        names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._special_name = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     @property
     def start(self) -> str:
@@ -137,17 +167,46 @@ class Tokenizer:
         Raises:
             BadText: the text is empty, or has unknown words (they would all look alike to the model).
         """
-        return self._encoding(text).ids
+        return self._read(text).ids
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """The character range of each token, half-open; empty for tokens that are put in front. Tokens that share a
         character's bytes have that character each."""
-        return [(int(a), int(b)) for a, b in self._encoding(text).offsets]
+        return self._read(text).spans
+
+    def _read(self, text: str, *, plain: bool = False) -> _Read:
+        """A text's tokens, after saying what of them may not be meant; ``plain`` as for `_encoding`."""
+        made = self._encoding(text, plain=plain)
+        ids, spans = made.ids, [(int(a), int(b)) for a, b in made.offsets]
+        if self.specials != "text" and (plain or self._as_text) and (name := self._special_name.search(text)):
+            other = "" if plain else ", and 'token' makes it the token"
+            warn_of_text(
+                f"in the text {text!r:.80} the name of the special token {name[0]} is ordinary text;"
+                f" tokenizer.specials = 'text' says that it is meant{other}."
+            )
+        first = next(i for i, (a, b) in enumerate(spans) if a < b)
+        if ids[first] not in self._added or ids[first] not in ids[:first] or self.second_bos:
+            return _Read(ids, spans)
+        if self.second_bos is None:
+            warn_of_text(
+                f"the text {text!r:.80} begins with {self.token(ids[first])}, and gets another in front;"
+                " tokenizer.second_bos = True says that it is meant, and False leaves it out."
+            )
+            return _Read(ids, spans)
+        again = ids.index(ids[first])
+        return _Read(ids[:again] + ids[first:], spans[:again] + spans[first:])
+
+    @property
+    def _as_text(self) -> bool:
+        """Whether the name of a special token inside a text is ordinary text."""
+        if self.specials not in (None, *get_args(Specials)):
+            raise BadText(f"specials={self.specials!r} is not one of {', '.join(get_args(Specials))}.")
+        return bool(self._tokenizer.encode_special_tokens) if self.specials is None else self.specials == "text"
 
     def _encoding(self, text: str, *, plain: bool = False) -> Encoding:
         """``plain``: nothing is put in front, and names of special tokens are ordinary text."""
         kept = self._tokenizer.encode_special_tokens
-        self._tokenizer.encode_special_tokens = kept or plain
+        self._tokenizer.encode_special_tokens = plain or self._as_text
         try:
             made = self._tokenizer.encode(text, add_special_tokens=not plain)
         except Exception as error:  # the library raises bare Exception
@@ -203,7 +262,7 @@ class Tokenizer:
         Raises:
             BadText: a message is something else, or this tokenizer lacks Kimi's special tokens.
         """
-        return chat.render(messages, self._special, lambda text: self._encoding(text, plain=True).ids, reply)
+        return chat.render(messages, self._special, lambda text: self._read(text, plain=True).ids, reply)
 
     def _special(self, name: str) -> list[int]:
         if name.encode() not in self._named:
@@ -266,18 +325,48 @@ def _from_ranks(file: Path) -> _Tokenizer:
         names = tiktoken.special_names(config, ranks)
     vocabulary = {labels.spelt(token): rank for token, rank in ranks.items()}
     made = _Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    pieces = pre_tokenizers.Split(Regex(tiktoken.PATTERN), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
+    made.pre_tokenizer = pre_tokenizers.Sequence([_pieces(), as_bytes])
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     made.encode_special_tokens = True
     return made
 
 
+def _pieces() -> Any:  # the library's pre-tokenizers have no common type
+    return pre_tokenizers.Split(Regex(tiktoken.PATTERN), "isolated")
+
+
+_KIMIS = "<|im_middle|>", 163_584
+"""What tells Kimi's vocabulary: a special token that no other has, and how many tokens stand before those."""
+
+_ANY_PIECE = "It's 12345 o'clock. 我AI模型v2.0很强it's they'LL\r\n\n  fooBar FOObar (x) --\n end "
+
+
+def _check_pieces(backend: _Tokenizer) -> None:
+    """Refuse a conversion of Kimi's tokenizer that splits a text into other pieces than the original.
+
+    Raises:
+        BadText: it is one.
+    """
+    name, ranks = _KIMIS
+    if backend.token_to_id(name) is None and backend.get_vocab_size(with_added_tokens=False) != ranks:
+        return
+    theirs = backend.pre_tokenizer.pre_tokenize_str(_ANY_PIECE) if backend.pre_tokenizer else []
+    ours = _pieces().pre_tokenize_str(_ANY_PIECE)
+    if [span for _, span in theirs] != [span for _, span in ours]:
+        raise BadText(
+            "it has Kimi's tokens and splits text by another pattern than Kimi's, as transformers' own conversion does:"
+            " contractions and Han text get other ids than the model was trained with. Take Kimi's own tiktoken.model:"
+            " beside a tokenizer.json it is read first."
+        )
+
+
 def _from_json(file: Path) -> _Tokenizer:
     data = tiktoken.read(file, _MOST_BYTES)
     try:
+        with uncollected():
+            parsed(data)  # of a key that is there twice the library takes the last
         return _Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         raise BadText(f"{file}: not a readable tokenizer ({error}).") from None

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 from binascii import Error, a2b_base64
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from probe.errors import BadText
+from probe.headers import parsed
 from probe.labels import label, spelt, unspelt
 
 RESERVED = 256
@@ -46,7 +48,7 @@ _MOST_IN_MERGES = 2**26  # bytes of the tokens that merges make: twenty times Ki
 
 
 def read(file: Path, most: int = _MOST_BYTES) -> bytes:
-    """A file of a tokenizer, whole.
+    """A file of a tokenizer, whole, without a byte order mark.
 
     Raises:
         BadText: it cannot be read, or is larger than any tokenizer's.
@@ -57,7 +59,7 @@ def read(file: Path, most: int = _MOST_BYTES) -> bytes:
         size = file.stat().st_size
         if size > most:
             raise BadText(f"{file}: {size:,} bytes; a tokenizer's file has at most {most:,}.")
-        return file.read_bytes()
+        return file.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise BadText(f"{file}: can't be read ({error.strerror or error}).") from None
 
@@ -125,15 +127,15 @@ def read_config(file: Path) -> dict[str, Any]:
     """A ``tokenizer_config.json``; empty where there is none.
 
     Raises:
-        BadText: it is no JSON object, by file and line.
+        BadText: it is no JSON object, by file and line; or a key is in it twice.
     """
     if not file.exists():
         return {}
     try:
-        config = json.loads(read(file).decode("utf-8"))
+        config = parsed(read(file))
     except json.JSONDecodeError as error:
         raise BadText(f"{file}:{error.lineno}: not JSON: {error.msg} at column {error.colno}.") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8; a number too long; brackets too deep
+    except ValueError as error:  # no UTF-8; a number too long; brackets too deep; a key twice
         raise BadText(f"{file}: not JSON ({error}).") from None
     if not isinstance(config, dict):
         raise BadText(f"{file}: it holds {type(config).__name__}; it should be an object.")

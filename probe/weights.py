@@ -21,8 +21,8 @@ from probe.sites import Sites
 
 
 def weight_shape(leaf: Leaf, dims: Dims) -> tuple[int, ...]:
-    """The sizes of a weight as the card shows it, [in out]. Without a query latent, W_UQ and W_QR read d inputs."""
-    return tuple(dims.d if axis == "r_q" and dims.r_q is None else dims.size(axis) for axis in leaf.shape)
+    """The sizes of a weight as the card shows it, [in out]."""
+    return tuple(map(dims.size, leaf.shape))
 
 
 def weight_sites(dims: Dims) -> Iterator[tuple[int | None, Leaf]]:

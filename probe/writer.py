@@ -25,7 +25,7 @@ from probe.dims import Dims
 from probe.engine import Weights
 from probe.errors import BadCheckpoint, BadConfig, ShapeMismatch, asking
 from probe.forms import PLAIN, Form
-from probe.headers import INDEX, READ, SINGLE
+from probe.headers import INDEX, READ, SINGLE, expanded
 from probe.leaves import FP32
 from probe.names import SOURCES, stored_name, stored_shapes
 from probe.quantised import BLOCK, GROUP, fp8_scales, int4_scales, quantise_fp8, quantise_int4
@@ -163,7 +163,7 @@ def save(
     said = json.dumps(full, indent=1) + "\n"
     modules = _modules(weights.dims, form, dtype, layout(full))
     parts = _cut(modules, shards, weights.dims.blocks)
-    directory = Path(directory)
+    directory = expanded(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(weights, modules)
     weight_map: dict[str, str] = {}

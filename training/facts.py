@@ -202,7 +202,7 @@ class Pairs:
 
 def pairs(task: str, directory: Path = PROMPTS) -> Pairs:
     """The shipped prompts of a task."""
-    rows = [json.loads(line) for line in (directory / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (directory / f"{task}.jsonl").open(encoding="utf-8")]
     clean, _ = padded([row["clean"].split() for row in rows])
     corrupt, _ = padded([row["corrupt"].split() for row in rows])
     places = {

@@ -1,5 +1,6 @@
 """The command line in-process: what it prints, its exit codes, and that no error shows a traceback."""
 
+import json
 import re
 import resource
 import subprocess
@@ -13,6 +14,7 @@ from experiments import frames
 from experiments.cli import app, foreign_rooms
 from experiments.tables import tensor_tables
 from probe import TINY, Dims, around, card
+from tests.probe.small import k2
 
 PROMPT = "The capital of Peru is"
 
@@ -82,6 +84,26 @@ def test_params_of_a_config(path: Path) -> None:
     dims = Dims.from_config(TINY)
     assert got["Embedding"] == f"{dims.V * dims.d:,}"
     assert "Kimi K2" not in run("params", str(path)).stdout
+
+
+def test_params_of_a_config_says_what_load_would_refuse(tmp_path: Path) -> None:
+    """In one line, after the count, which is right all the same."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(k2(quantization_config={"quant_method": "awq", "bits": 4})))
+    result = run("params", str(path))
+    (line,) = (line for line in result.stdout.splitlines() if "would be refused" in line)
+    assert line.startswith("its weights would be refused: quantization_config.quant_method: 'awq' is not read")
+    assert "1,026,408,232,448" in result.stdout
+    path.write_text(json.dumps(k2()))
+    assert "would be refused" not in run("params", str(path)).stdout
+    assert "would be refused" not in run("params").stdout
+
+
+def test_what_of_a_text_may_not_be_meant_is_a_note() -> None:
+    result = run("norms", "--prompt", "<bos> When Mary", "--tensor", "O")
+    assert result.exit_code == 0, result.output
+    assert "note: the text '<bos> When Mary' begins with <bos>, and gets another in front" in result.stderr
+    assert "Warning" not in result.stderr
 
 
 # ---- the studies -----------------------------------------------------------------------------------------------------

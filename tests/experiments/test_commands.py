@@ -18,6 +18,7 @@ from experiments.cli import app
 from experiments.prompts import Prompts
 from experiments.studies import STUDIES
 from probe import TINY, load, save
+from tests.probe.files import edit_json
 
 OF: dict[str, tuple[str, ...]] = {
     "ablate": ("--task", "job", "--tensor", "O", "--by", "head"),
@@ -76,7 +77,7 @@ def test_every_study_has_a_command_or_shares_one() -> None:
 @pytest.mark.parametrize("name", OF)
 def test_the_options_that_all_share_are_spelt_alike(name: str) -> None:
     options = {spelling: one for one in COMMANDS[name].params for spelling in one.opts}
-    wanted = {"--task", "--keep", "--dtype", "--out", "--dry-run"}
+    wanted = {"--task", "--keep", "--dtype", "--beyond", "--out", "--dry-run"}
     wanted |= set() if name == "compare" else {"--model"}
     wanted |= {"--per-prompt"} if name in BY_PROMPT else set()
     drawn = ("ablate", "patch", "paths", "circuit", "attribute", "split", "probe", "steer")
@@ -105,6 +106,31 @@ def test_a_dry_run_says_the_cost_and_writes_nothing(name: str, tmp_path: Path) -
         numbers = dict(zip(reversed(header), reversed(row), strict=False))
         assert float(numbers["forwards"].replace(",", "")) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, made for three positions."""
+    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("short") / "tiny")
+    edit_json(directory / "config.json", lambda config: config.update(max_position_embeddings=3))
+    return directory
+
+
+@pytest.mark.parametrize("name", OF)
+def test_texts_that_are_too_long_are_refused_in_one_sentence_unless_that_is_said(name: str, short: Path) -> None:
+    done = run(name, "--dry-run", model=short)
+    assert done.exit_code == 1
+    assert "max_position_embeddings is 3: it has not learnt what is beyond. " in done.stderr
+    assert "say beyond=True (--beyond)" in done.stderr
+    assert run(name, "--dry-run", "--beyond", model=short).exit_code == 0
+
+
+def test_a_text_that_is_too_long_has_no_answer_of_the_models_own_either(short: Path, tmp_path: Path) -> None:
+    asked = ("ablate", "--prompt", "The capital of Peru is", "--tensor", "O", "--block", "1", "--model", str(short))
+    assert CliRunner().invoke(app, asked).exit_code == 1
+    done = CliRunner().invoke(app, [*asked, "--beyond", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert set(frames.read(tmp_path / "ablation.csv")["beyond"]) == {3}
 
 
 @pytest.mark.parametrize("name", BY_PROMPT)

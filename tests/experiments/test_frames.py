@@ -172,6 +172,18 @@ def test_places_that_cannot_be_written_or_read(df, tmp_path):
         frames.read(tmp_path / "other.csv")
 
 
+def test_a_csv_file_as_a_spreadsheet_writes_it_and_one_with_a_column_twice(df, tmp_path):
+    path = frames.write(df, tmp_path / "f.csv")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert_frame_equal(frames.read(path), df)
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    first = lines[0].partition(",")[0]
+    twice = [f"{lines[0]},{first}", *(f"{line},x" for line in lines[1:])]
+    path.write_text("\n".join(twice))
+    with pytest.raises(BadFrame, match=r"f\.csv has the column 'study' twice"):
+        frames.read(path)
+
+
 def test_a_failed_write_leaves_the_old_file(df, tmp_path, monkeypatch):
     def full(_, file):
         file.write(b"half")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -309,6 +311,39 @@ def test_tables_that_are_none(name: str, content: str | None, says: str, tokeniz
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(BadText, match=says):
         Prompts.load(tmp_path / name, tokenizer)
+
+
+def test_lines_end_at_line_feeds_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Others end lines of a text, and stand in one: of 9 that Python splits at, JSON has 3 as they are in a string."""
+    rows = [{"clean": f"Mary{end}and{end}John", "group": f"a{end}b"} for end in "\u2028\u2029\x85"] + [ROW]
+    file = tmp_path / "mine.jsonl"
+    for end in ("\n", "\r\n"):
+        text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
+        file.write_bytes(text.encode())
+        assert Prompts.load(file, tokenizer).rows == Prompts.of(rows, tokenizer).rows
+
+
+def test_a_byte_order_mark_of_prompts_says_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    as_jsonl(file)
+    before = Prompts.load(file, tokenizer).rows
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert Prompts.load(file, tokenizer).rows == before
+
+
+def test_what_is_said_twice_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"clean": "Paul"}\n{"clean": "Paul", "clean": "Mary"}')
+    with pytest.raises(BadText, match=r"mine\.jsonl:2: not JSON: clean is in it twice"):
+        Prompts.load(tmp_path / "mine.jsonl", tokenizer)
+    (tmp_path / "mine.csv").write_text("clean,answer,clean\nPaul,Jones,Mary\n")
+    with pytest.raises(BadText, match=r"mine\.csv: it has the column 'clean' twice"):
+        Prompts.load(tmp_path / "mine.csv", tokenizer)
+    (tmp_path / "mine.csv").write_text('clean,spans\nPaul,"{""A"": [0, 1], ""A"": [1, 2]}"\n')
+    with pytest.raises(BadText, match=r"mine\.csv:2: spans: not JSON: A is in it twice"):
+        Prompts.load(tmp_path / "mine.csv", tokenizer)
+    pq.write_table(pa.table([["Paul"], ["Mary"]], names=["clean", "clean"]), tmp_path / "mine.parquet")
+    with pytest.raises(BadText, match=r"mine\.parquet: it has the column 'clean' twice"):
+        Prompts.load(tmp_path / "mine.parquet", tokenizer)
 
 
 # ---- with a model ----------------------------------------------------------------------------------------------------

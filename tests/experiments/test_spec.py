@@ -148,6 +148,9 @@ def test_files_that_are_no_spec(tmp_path: Path) -> None:
         read("ablat")
     with pytest.raises(BadSpec, match=r"none.toml: can't be read \(No such file"):
         read(tmp_path / "none.toml")
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbfstudy = 'ablate'\nprompts = 'ioi'")
+    assert read(path).study == "ablate", "a byte order mark says nothing"
     path = tmp_path / "bad.toml"
     for text, why in (("study = ", "not TOML: "), ("study = 'ablate'\nbys = 'head'", "bys is no key.*Nearest: by")):
         path.write_text(text)

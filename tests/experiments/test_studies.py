@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from experiments.runs import plan, run
 from experiments.spec import Spec, parse, read, shipped
 from experiments.studies import STUDIES
 from hooks import HookedModel
-from probe.errors import ProbeError
+from probe import InMemory
+from probe.errors import OutOfRange, ProbeError
 
 SPECS = {read(name).study: name for name in reversed(shipped())}
 """A shipped spec of each study."""
@@ -259,3 +261,30 @@ def test_an_edit_said_in_text_is_the_edit() -> None:
     by_hand = split(model, job, [mean("O", 1, source=source, h=1), zero("O", 2, h=1)], **same)
     told = split(model, job, ["mean blocks.1.O h=1", zero("O", 2, h=1)], **same)
     torch.testing.assert_close(torch.tensor(told["effect"]), torch.tensor(by_hand["effect"]), atol=1e-5, rtol=0)
+
+
+# ---- texts that are too long -----------------------------------------------------------------------------------------
+
+SHORT = 3
+"""Positions that a model is made for; every prompt here has more."""
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_texts_beyond_the_models_positions_are_refused_or_recorded(study: str) -> None:
+    shelf, (unit,) = runs._Shelf(Path(spec.SHIPPED)), of(study).units
+    given, tiny = shelf.arguments(STUDIES[study].run, unit), shelf.model(unit)
+    weights = tiny.decoder.weights
+    assert isinstance(weights, InMemory)
+    short = HookedModel(InMemory(replace(tiny.dims, max_positions=SHORT), weights.tensors), tiny.tokenizer)
+    given |= {"second": short} if "second" in given else {"controls": ()} if "controls" in given else {}
+    outlook = STUDIES[study].plan
+    assert outlook is not None
+    for ask in (STUDIES[study].run, functools.partial(outlook, timed=False)):
+        with pytest.raises(OutOfRange, match=r"max_position_embeddings is 3: .* or say beyond=True"):
+            ask(short, **given)
+    given["beyond"] = True
+    assert outlook(short, **given, timed=False)["cells"] >= 1
+    df = STUDIES[study].run(short, **given)
+    assert set(df["beyond"]) == {SHORT}
+    assert df["value"].notna().any()
+    assert not short.decoder.beyond, "for this study alone"

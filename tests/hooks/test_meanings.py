@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -688,6 +690,19 @@ def test_latents_can_be_patched_from_a_source(base: Run, source: Run, dictionary
     z, theirs = (dictionary.encode(r["x_mid", 1][:, 4]) for r in (base, source))
     change = (theirs - z)[:, [1, 2]] @ dictionary.W_dec[[1, 2]]
     close(run["x_mid", 1][:, 4], base["x_mid", 1][:, 4] + change, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["W_UQ", "W_QR"])
+def test_without_a_query_latent_the_input_axis_of_a_weight_is_the_streams(name: str) -> None:
+    weights = random_weights(replace(DIMS, r_q=None), 3)
+    model = HookedModel(weights)
+    blanked = {key: tensor.clone() for key, tensor in weights.tensors.items()}
+    blanked[1, name][[2, 5]] = 0
+    made = model.run(TOKENS, edits=[zero(name, 1, d=[2, 5])])["logits"]
+    assert torch.equal(made, HookedModel(InMemory(weights.dims, blanked)).run(TOKENS)["logits"])
+    assert not torch.equal(made, model.run(TOKENS)["logits"])
+    with pytest.raises(UnknownDim, match=rf"{name} has no dim 'r_q'; it has d \(h "):
+        model.run(TOKENS, edits=[zero(name, 1, r_q=2)])
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DeepseekV3Config
 
 from probe import KIMI_K2, TINY, Dims
 from probe.config import read_config
@@ -95,6 +97,55 @@ def test_new_rotary_keys_read_as_the_old() -> None:
     assert Dims.from_config(k2(rope_theta=..., rope_scaling=..., rope_parameters=plain)) == without
     for old in ({"rope_scaling": None}, {"rope_scaling": ...}, {"rope_scaling": {"type": "default"}}):
         assert Dims.from_config(k2(**old)) == without
+
+
+OLD = K2_CONFIG["rope_scaling"]
+
+
+def test_two_rotary_objects_that_mean_the_same_are_read() -> None:
+    said = {key: value for key, value in NEW.items() if key != "rope_theta"}
+    for both in (
+        {"rope_parameters": NEW},
+        {"rope_parameters": said},
+        {"rope_parameters": {**NEW, "type": "yarn"}, "rope_scaling": {**OLD, "rope_theta": 50000, "factor": 32}},
+        {"rope_parameters": {**NEW, "truncate": True, "attention_factor": None}},
+    ):
+        assert Dims.from_config(k2(**both)) == KIMI_K2
+        config = DeepseekV3Config(**deepcopy(k2(**both)))  # it writes into what it is given
+        assert {key: config.rope_parameters[key] for key in NEW} == NEW, "as transformers takes them"
+
+
+OTHERS = {"factor": 4.0, "original_max_position_embeddings": 2048, "beta_fast": 32.0, "beta_slow": 2.0, "mscale": 0.9}
+DIFFERING: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    *(({"rope_parameters": {**NEW, key: other}}, ("rope_parameters", "rope_scaling")) for key, other in OTHERS.items()),
+    ({"rope_parameters": {}}, ("rope_parameters", "rope_scaling")),
+    ({"rope_scaling": {}, "rope_parameters": NEW}, ("rope_parameters", "rope_scaling")),
+    ({"rope_parameters": {"rope_type": "default"}}, ("rope_parameters", "rope_scaling")),
+    ({"rope_parameters": NEW, "rope_theta": ...}, ("rope_parameters", "rope_scaling")),
+    (
+        {"rope_parameters": {**NEW, "rope_theta": 1e4}, "rope_scaling": ...},
+        ("rope_parameters.rope_theta", "rope_theta"),
+    ),
+    ({"rope_parameters": {**NEW, "type": "default"}}, ("rope_parameters.rope_type", "rope_parameters.type")),
+]
+
+
+@pytest.mark.parametrize(("both", "named"), DIFFERING)
+def test_two_rotary_objects_that_differ_are_refused_by_both_names(both: dict[str, Any], named: tuple[str, str]) -> None:
+    message = refusal(k2(**both))
+    assert message.startswith(f"{named[0]} and {named[1]} differ: ")
+    assert "keep the one that is meant" in message
+
+
+def test_transformers_takes_the_other_of_two_that_differ() -> None:
+    both = DeepseekV3Config(**deepcopy(k2(rope_parameters={**NEW, "factor": 4.0})))
+    assert both.rope_parameters["factor"] == OLD["factor"] != 4.0
+
+
+def test_rotary_objects_by_kind_of_layer_are_not_taken_for_none() -> None:
+    assert refusal(k2(rope_scaling=..., rope_parameters={"full_attention": NEW})).startswith(
+        "rope_parameters.full_attention: not a key that we know"
+    )
 
 
 def test_yarns_defaults() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from probe import TINY, Tokenizer, labels
-from probe.errors import BadText, ProbeError
+from probe.errors import BadText, ProbeError, TextWarning
 
 LONG = "When Mary and John went to the shop , John gave a drink to"
 SHORT = "When Mary"
@@ -262,6 +263,31 @@ def test_a_bos_that_is_no_token_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("front", ["<s>", "<｜begin of text｜>+<s>"])
+def test_a_second_bos_is_told(tmp_path: Path, front: str) -> None:
+    directory = _byte_level(tmp_path, front=front)
+    tokenizer, once, twice = (Tokenizer(directory, second_bos=how) for how in (None, False, True))
+    leads = [tokenizer.id(name) for name in front.split("+")]
+    for ask in (tokenizer.encode, tokenizer.spans, lambda text: tokenizer.batch([text])):
+        with pytest.warns(TextWarning, match="the text '<s>x P' begins with <s>, and gets another in front") as said:
+            ask("<s>x P")
+        assert said[0].filename == __file__, "at the user's own line"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert twice.encode("<s>x P") == [*leads, tokenizer.id("<s>"), ord("x"), 256]
+        assert once.encode("<s>x P") == [*leads, ord("x"), 256]
+        assert once.spans("<s>x P") == [(0, 0)] * (len(leads) - 1) + [(0, 3), (3, 4), (4, 6)]
+        for text in ("x P", "x<s>", "<é>x"):
+            assert tokenizer.encode(text) == once.encode(text) == twice.encode(text)
+    assert tokenizer.start == once.start == twice.start
+
+
+def test_a_bos_that_the_config_adds_is_not_added_twice_in_silence(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(_byte_level(tmp_path, {"bos_token": "<s>", "add_bos_token": True}))
+    with pytest.warns(TextWarning, match="'<s>a' begins with <s>"):
+        assert tokenizer.encode("<s>a") == [257, 257, 97]
+
+
 def test_padding_and_limits_of_a_file_are_not_kept(tmp_path: Path) -> None:
     made = Made.from_file(str(_byte_level(tmp_path) / "tokenizer.json"))
     made.enable_truncation(2)
@@ -274,7 +300,8 @@ def test_a_copy_takes_special_names_as_the_original_does(tmp_path: Path) -> None
     theirs = AutoTokenizer.from_pretrained(_byte_level(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast"}))
     assert Tokenizer.of(theirs).encode("a<s>") == [97, 257]
     theirs.backend_tokenizer.encode_special_tokens = True
-    assert Tokenizer.of(theirs).encode("a<s>") == [97, *b"<s>"]
+    with pytest.warns(TextWarning):
+        assert Tokenizer.of(theirs).encode("a<s>") == [97, *b"<s>"]
 
 
 def test_what_the_library_cannot_encode_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from probe import TINY, Tokenizer
-from probe.errors import BadText
-from probe.tiktoken import PATTERN
+from probe import TINY, Tokenizer, text
+from probe.errors import BadText, TextWarning
+from probe.tiktoken import PATTERN, read_ranks
 from tests.probe.ranks import BYTES, IDS, grown, kimi, lines, plain, write
 
 TEXTS = [
@@ -62,7 +65,7 @@ RANKS = {token: rank for rank, token in enumerate(VOCABULARY)}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(kimi(tmp_path_factory.mktemp("small"), VOCABULARY))
+    return Tokenizer(kimi(tmp_path_factory.mktemp("small"), VOCABULARY), specials="text")
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -118,6 +121,94 @@ def test_every_character_is_in_a_piece() -> None:
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x33500)]))  # beyond, no more letters
     assert Split(Regex(PATTERN), "removed").pre_tokenize_str(everything) == []
     assert Split(Regex(PATTERN.replace(r"|\s+", "")), "removed").pre_tokenize_str(everything) != []
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
+    """Transformers' own, with the ranks read without another library."""
+
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+        return read_ranks(Path(tiktoken_url))
+
+
+NAMES = [IDS.get(id, f"<|reserved_token_{id}|>") for id in range(163584, 163840)]
+
+
+def converted(directory: Path, names: list[str], **how: str) -> PreTrainedTokenizerFast:
+    kimi(directory / "kimi", VOCABULARY)
+    made = Converter(str(directory / "kimi" / "tiktoken.model"), extra_special_tokens=names, **how).converted()
+    made.save(str(directory / "tokenizer.json"))
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_transformers_own_conversion_is_refused_by_its_pattern(small: Tokenizer, tmp_path: Path) -> None:
+    theirs = converted(tmp_path, NAMES)
+    assert theirs("It's")["input_ids"] != small.encode("It's")
+    said = "splits text by another pattern than Kimi's"
+    with pytest.raises(BadText, match=rf"tokenizer\.json: it has Kimi's tokens and {said}.* Take Kimi's own tiktoken"):
+        Tokenizer(tmp_path)
+    with pytest.raises(BadText, match=said):
+        Tokenizer.of(theirs)
+    write(tmp_path, VOCABULARY)
+    assert Tokenizer(tmp_path, specials="text").encode("It's") == small.encode("It's"), "Kimi's own is read first"
+
+
+def test_a_conversion_without_named_tokens_is_known_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_KIMIS", ("<|im_middle|>", len(VOCABULARY)))
+    converted(tmp_path, [])
+    with pytest.raises(BadText, match="another pattern than Kimi's"):
+        Tokenizer(tmp_path)
+
+
+def test_a_conversion_by_kimis_pattern_is_read(small: Tokenizer, tmp_path: Path) -> None:
+    theirs = converted(tmp_path, NAMES, pattern=PATTERN)
+    for one in TEXTS:
+        assert Tokenizer(tmp_path, specials="text").encode(one) == small.encode(one)
+    assert Tokenizer.of(theirs).encode("It's") == small.encode("It's")
+
+
+def test_the_same_pattern_is_another_models_own(tmp_path: Path) -> None:
+    """GLM's and others' tokenizers have it, and are right."""
+    theirs = converted(tmp_path, ["<|user|>", "[MASK]"])
+    assert Tokenizer(tmp_path).encode("It's") == theirs("It's")["input_ids"]
+
+
+# ---- names of special tokens -----------------------------------------------------------------------------------------
+
+
+RESERVED = f"<|reserved_token_{len(VOCABULARY) + 100}|>"
+READ_AS_TOKENS = [name for name in (*IDS.values(), RESERVED) if name != "[UNK]"]  # which no text may hold
+
+
+@pytest.mark.parametrize("name", READ_AS_TOKENS)
+def test_a_special_name_inside_a_text_is_told(tmp_path: Path, name: str) -> None:
+    directory = kimi(tmp_path, VOCABULARY)
+    plain = Tokenizer(directory, specials="text")
+    tokenizer, one = Tokenizer(directory), f"a {name} b"
+    for ask in (tokenizer.encode, tokenizer.spans, lambda text: tokenizer.batch(["x", text])):
+        with pytest.warns(TextWarning) as said:
+            ask(one)
+        assert repr(one) in str(said[0].message)
+        assert f"the name of the special token {name} is ordinary text" in str(said[0].message)
+        assert said[0].filename == __file__, "at the user's own line"
+    as_token = Tokenizer(directory, specials="token")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in ("a", "[BO S]", "<|im_", "reserved_token_700"):
+            assert tokenizer.encode(other) == plain.encode(other) == as_token.encode(other)
+        assert as_token.encode(one) == [*plain.encode("a "), plain.id(name), *plain.encode(" b")]
+        assert plain.decode(plain.encode(one)) == one
+        assert plain.id(name) not in plain.encode(one)
+        tokenizer.specials = "token"
+        assert tokenizer.encode(one) == as_token.encode(one)
+    tokenizer.specials = "words"  # type: ignore[assignment]
+    with pytest.raises(BadText, match="specials='words' is not one of text, token"):
+        tokenizer.encode(one)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -339,7 +430,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         (b"{", ":1: not JSON: Expecting property name"),
         (b'{\n"a": 1,\n}', ":3: not JSON"),
         (b"\xff\xfe{}", ": not JSON ('utf-8' codec can't decode"),
-        (b"[" * 100_000, ": not JSON (maximum recursion depth"),
+        (b"[" * 100_000, ": not JSON (it is nested too deeply)"),
         (b'{"a": ' + b"9" * 5000 + b"}", ": not JSON (Exceeds the limit"),
         (b"[]", ": it holds list; it should be an object"),
         (b'{"added_tokens_decoder": []}', ": added_tokens_decoder is list"),

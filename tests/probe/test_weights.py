@@ -11,7 +11,7 @@ from torch import Tensor
 from probe import Decoder, Drawn, InMemory, random_weights
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, Missing, OutOfRange
-from probe.leaves import LEAVES
+from probe.sites import Sites
 from probe.weights import weight_shape, weight_sites
 from tests.probe.small import SMALL, TIED, VARIANTS
 
@@ -23,6 +23,13 @@ WIDE = Dims(
 def tensors(weights: InMemory) -> dict[tuple[int | None, str], Tensor]:
     """A copy of what it was made of."""
     return {key: t for key, t in weights.tensors.items() if not (weights.dims.tied and key == (None, "W_U"))}
+
+
+@pytest.mark.parametrize("dims", VARIANTS.values(), ids=list(VARIANTS))
+def test_every_axis_of_a_weight_has_a_name_and_its_size(dims: Dims) -> None:
+    for (block, name), tensor in random_weights(dims).tensors.items():
+        axes = Sites(dims).card(block).shape(name)
+        assert tuple(map(dims.size, axes)) == tuple(tensor.shape), (block, name)
 
 
 # --- random ------------------------------------------------------------------------------------
@@ -87,8 +94,8 @@ def test_every_weight_of_every_block_is_there_in_its_shape(name: str) -> None:
     assert len(set(sites)) == len(sites)
     assert sites[0] == (None, "W_E")
     assert sites[-1] == ((None, "w_final") if dims.tied else (None, "W_U"))
-    for block, leaf in sites:
-        assert tuple(made.read(block, leaf).shape) == weight_shape(LEAVES[leaf], dims)
+    for block, leaf in weight_sites(dims):
+        assert tuple(made.read(block, leaf.name).shape) == weight_shape(leaf, dims)
     assert made.dims is dims
     assert made.resident
 
