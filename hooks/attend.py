@@ -58,7 +58,14 @@ class Piece(NamedTuple):
 
 
 def attend_worlds(
-    Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, most: int = PIECE
+    Q: Packed,
+    K: Packed,
+    V: Packed,
+    base_K: Tensor,
+    base_V: Tensor,
+    tau: float,
+    most: int = PIECE,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """O of the worlds' queries, [1 N h v].
 
@@ -69,18 +76,27 @@ def attend_worlds(
         K, V: the worlds' own keys and values, of one layout.
         base_K, base_V: the base's, [B T h ·]; world w stands on row w mod B.
         most: bytes that are taken at a time, beside what is given and returned; one query's scores at the least.
+        starts: [B, T], the place at which each token's text starts, where rows pack several.
     """
     _, N, h, q = Q.value.shape
     out = Q.value.new_empty(N + 1, h, base_V.shape[-1])  # the last takes what none asked for
     for kind in _merged(_kinds(Q.layout, K.layout), h * (q + base_V.shape[-1])):
         for worlds, prompts in _by_prompt(kind.worlds, len(base_K)):
             for piece in _pieces(worlds, prompts, kind, h * (q + base_V.shape[-1]), h, most):
-                _attend_piece(out, piece, Q, K, V, base_K, base_V, tau)
+                _attend_piece(out, piece, Q, K, V, base_K, base_V, tau, starts)
     return out[None, :N]
 
 
 def _attend_piece(
-    out: Tensor, piece: Piece, Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float
+    out: Tensor,
+    piece: Piece,
+    Q: Packed,
+    K: Packed,
+    V: Packed,
+    base_K: Tensor,
+    base_V: Tensor,
+    tau: float,
+    starts: Tensor | None,
 ) -> None:
     """Some queries of some worlds, written to their places."""
     changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (piece.changed, piece.asked))
@@ -92,7 +108,10 @@ def _attend_piece(
     theirs = [_taken(base if everyone else _some(base, piece.prompts), shared) for base in (base_K, base_V)]
     queries = _of(Q, piece.worlds, asked)
     keys, values = _of(K, piece.worlds, changed, base_K), _of(V, piece.worlds, changed, base_V)
-    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, order > asked[:, None])
+    hidden = order > asked[:, None]
+    if starts is not None:
+        hidden = hidden | (order < starts[piece.prompts][:, asked, None])
+    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, hidden)
     _put(out, Q.layout, piece.worlds, asked, made)
 
 
@@ -248,7 +267,8 @@ def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:
 
 
 def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau: float, hidden: Tensor) -> Tensor:
-    """[G nq h v]: G worlds, as many on each of the prompts whose shared keys are ``base_K``, [P nu h q].
+    """[G nq h v]: G worlds, as many on each of the prompts whose shared keys are ``base_K``, [P nu h q], and of which
+    ``hidden``, [P nq ·] or [nq ·], says what a query does not see.
 
     Products are made in fp32 (small ones in bf16 are slower on a CPU) and rounded as if they weren't.
     """
@@ -264,7 +284,8 @@ def _attend(Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau
     base_K, base_V = (x.to(wide).transpose(1, 2).flatten(0, 1) for x in (base_K, base_V))
     to_base = (Q.view(P * h, g * nq, q) @ base_K.mT).view(P * h, g, nq, nu)
     to_own = (Q @ K.mT).view(P * h, g, nq, own)
-    S = torch.cat([to_base, to_own], dim=-1).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
+    S = torch.cat([to_base, to_own], dim=-1).to(act).mul_(tau)
+    S.view(P, h, g, nq, -1).masked_fill_(hidden.view(-1, 1, 1, nq, nu + own), forbidden(act))
     del to_base, to_own
     A = torch.softmax(S, dim=-1, dtype=torch.float32).to(act).to(wide)
     O = (A[..., :nu].view(P * h, g * nq, nu) @ base_V).view(P * h * g, nq, -1)

@@ -205,14 +205,21 @@ class HookedModel(HookedRootModule):
         return Batch(tokens.to(self.device), None if keep is None else keep.to(self.device))
 
     @eagerly
-    def forward(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor | str | Sequence[str],
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """The logits, [B T V], with whatever hooks are on. Gradients flow where torch records them.
 
         Args:
             tokens: [B, T] token ids, or text.
             keep: [B, T], true where a token is real. Texts bring their own.
+            positions, segments: [B, T], position ids, and the texts that rows pack; see `hooks.run.run`.
         """
-        return self._run(*self._batch(tokens, keep))
+        return self._run(*self._batch(tokens, keep), positions, segments)
 
     @eagerly
     def run_with_cache(  # type: ignore[override]  # TransformerLens' takes any argument, and swallows those it does not know
@@ -226,6 +233,8 @@ class HookedModel(HookedRootModule):
         pos: Index | None = None,
         reduce: Reduce | None = None,
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         grads: Score | None = None,
         budget: int | None = None,
     ) -> tuple[Tensor, Cache]:
@@ -238,6 +247,7 @@ class HookedModel(HookedRootModule):
             pos: positions to keep, as an edit's ``T``; the whole is not held. See `hooks.keep.Keep`.
             reduce: names → reductions (`hooks.reduce`), or functions of the value; found under ``cache.reduced``.
             spans: each row's named spans, for ``pos`` and means over roles.
+            positions, segments: [B, T], position ids, and the texts that rows pack; see `hooks.run.run`.
             grads: a function from logits to one number. Its gradients at the same sites, kept likewise, are then
                 ``cache.gradients``.
             budget: bytes that the run may take beside the weights; see `hooks.estimate`.
@@ -248,17 +258,17 @@ class HookedModel(HookedRootModule):
             TooLarge: it would not fit the budget.
         """
         tokens, keep = self._batch(tokens, keep)
-        self.decoder.check_tokens(tokens, keep)
-        rows = Rows(keep, tokens.shape[0], tokens.shape[1], None if spans is None else tuple(spans))
+        self.decoder.check_tokens(tokens, keep, positions=positions, segments=segments)
+        rows = Rows.of(tokens, keep, spans, None, positions, segments)
         how = Keep(names_filter, device, dtype, pos, reduce)
         keeper = Keeper(self.sites, rows, tokens, how, in_chunks=grads is None)
         if budget is not None:
             check_fits(self, rows, how, budget, grads is not None)
         if grads is None:
-            return self._run(tokens, keep, keeper), keeper.cache
+            return self._run(tokens, keep, positions, segments, keeper), keeper.cache
         second = Keeper(self.sites, rows, tokens, how, in_chunks=False)
         keeper.cache.gradients = second.cache
-        return run_with_gradients(self, tokens, keep, keeper, second, grads), keeper.cache
+        return run_with_gradients(self, tokens, keeper, second, grads), keeper.cache
 
     @eagerly
     def run(
@@ -271,6 +281,8 @@ class HookedModel(HookedRootModule):
         base: Run | None = None,
         spans: Sequence[Spans] | None = None,
         spoken: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
@@ -286,6 +298,8 @@ class HookedModel(HookedRootModule):
             base=base,
             spans=spans,
             spoken=spoken,
+            positions=positions,
+            segments=segments,
             device=device,
             dtype=dtype,
             pos=pos,
@@ -304,6 +318,8 @@ class HookedModel(HookedRootModule):
         edits: Sequence[Edit] | Edit = (),
         base: Run | None = None,
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
@@ -319,6 +335,8 @@ class HookedModel(HookedRootModule):
             edits=edits,
             base=base,
             spans=spans,
+            positions=positions,
+            segments=segments,
             device=device,
             dtype=dtype,
             pos=pos,
@@ -337,12 +355,23 @@ class HookedModel(HookedRootModule):
         stop: Collection[int] = (),
         edits: Sequence[Edit] = (),
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
         when: When = "both",
     ) -> Generation:
         """Decode ``n`` tokens, greedily or sampled, with hooks and edits; see `hooks.generate.generate`."""
         tokens, keep = self._batch(tokens, keep)
         return generate(
-            self, tokens, keep, n=n, temperature=temperature, seed=seed, stop=stop, edits=edits, spans=spans, when=when
+            self,
+            tokens,
+            keep,
+            n=n,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            edits=edits,
+            spans=spans,
+            positions=positions,
+            when=when,
         )
 
     def _batch(self, tokens: Tensor | str | Sequence[str], keep: Tensor | None) -> Batch:
@@ -355,7 +384,14 @@ class HookedModel(HookedRootModule):
             raise BadText("a run takes token ids as a tensor [B T], a text, or a list of texts.")
         return self.batch(texts)
 
-    def _run(self, tokens: Tensor, keep: Tensor | None, keeper: Keeper | None = None) -> Tensor:
+    def _run(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        keeper: Keeper | None = None,
+    ) -> Tensor:
         """The logits; all else passes through the hooks, and is shown to the keeper."""
         logits, watched = Site(None, "logits"), self.watched()
 
@@ -369,6 +405,8 @@ class HookedModel(HookedRootModule):
             tokens,
             keep,
             want=(logits,),
+            positions=positions,
+            segments=segments,
             edited=watched,
             tap=tap if watched or keeper else None,
             watched=keeper.watched if keeper else (),

@@ -157,10 +157,11 @@ class Staged:
 
     def _start(self, live: Live) -> Tensor:
         """What a root starts from, [B T] or [B T d]; checked."""
+        rows = live.rows
         if live.tokens is not None:
-            self.model.decoder.check_tokens(live.tokens, live.rows.keep)
+            self.model.decoder.check_tokens(live.tokens, rows.keep, positions=rows.ids, segments=rows.segments)
         if live.x_n is not None:
-            self.model.decoder.check_keep(live.rows.keep, live.rows.batch, live.rows.length)
+            self.model.decoder.check_rows(rows.keep, rows.batch, rows.length, rows.ids, rows.segments)
             check_stream(self.model, Site(max(0, self.first), "x_n"), live.x_n)
         start = live.tokens if self.first < 0 else live.x_n
         if start is None:
@@ -168,7 +169,8 @@ class Staged:
         return start.to(self.device)
 
     def _root(self, live: Live, base: Stream | None) -> Stream:
-        """The base, or a source: which holds the positions from the first that differs from the base's."""
+        """The base, or a source: which holds, of each text, the positions from the first that differs from the base's
+        in its token or its place."""
         at = self.lives.index(live)
         start, ats = self.starts[at], self.root_ats[at]
         real = live.rows.mask(None, "T").to(self.device)
@@ -180,9 +182,9 @@ class Staged:
             length = min(start.shape[1], theirs.shape[1])
             same = (start[:, :length] == theirs[:, :length]).flatten(2 if start.ndim > 2 else 1)
             same = (same if start.ndim == 2 else same.all(-1)) & real[:, :length] & base.real[:, :length]
-            prefix = torch.zeros_like(real)
-            prefix[:, :length] = same.long().cumprod(-1).bool()
-            own = real & ~prefix
+            differs = torch.ones_like(real)
+            differs[:, :length] = ~(same & live.rows.meets(base.rows).to(self.device))
+            own = real & live.rows.onward(differs)
         made = Stream(live.rows, base if shared else None, [ats], self.device)
         layout = Layout(own)
         if len(layout) or not shared:
@@ -238,11 +240,11 @@ def _checked_read(base: Live, read: Read | None) -> list[list[int]]:
 
 
 def after(ats: Sequence[At], base: Stream) -> Tensor:
-    """[B T]: the rows that a cell may come to hold, the real positions from its first edited one on."""
+    """[B T]: the rows that a cell may come to hold: of each text, the real positions from its first edited one on."""
     mask = torch.zeros(base.batch, base.length, dtype=torch.bool)
     for at in ats:
         mask |= _named(at, base)
-    return mask.long().cummax(-1).values.bool() & base.real.cpu()
+    return base.rows.onward(mask) & base.real.cpu()
 
 
 def _named(at: At, base: Stream) -> Tensor:

@@ -12,6 +12,7 @@ from probe.dims import Dims
 from probe.engine import Fork, Numerics, Plan, Weights, evaluate, plan
 from probe.errors import BadText, ShapeMismatch
 from probe.numerics import causal_mask, position_ids, rotation
+from probe.positions import check_positions
 from probe.sites import Site, Sites
 
 SiteTap = Callable[[Site, Tensor], Tensor | Fork]
@@ -34,12 +35,20 @@ class Decoder:
         """How many blocks there are."""
         return self.dims.blocks
 
-    def check_tokens(self, tokens: Tensor, keep: Tensor | None, past: Mapping[Site, Tensor] | None = None) -> None:
-        """Refuse tokens or a mask that do not fit this model.
+    def check_tokens(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None,
+        past: Mapping[Site, Tensor] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Refuse tokens, a mask, positions or segments that do not fit this model.
 
         Raises:
             ShapeMismatch: tokens are not [B T] integers, or the mask is of another shape, or has holes.
             BadText: a token id outside the vocabulary, a row without a real token.
+            ShapeMismatch, BadText, OutOfRange: as `check_rows`.
         """
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
             raise ShapeMismatch(
@@ -49,15 +58,28 @@ class Decoder:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.dims.V:
                 raise BadText(f"token id {low if low < 0 else high} is outside the vocabulary of {self.dims.V}.")
-        self.check_keep(keep, tokens.shape[0], tokens.shape[1] + _past_length(past))
+        self.check_rows(keep, tokens.shape[0], tokens.shape[1] + _past_length(past), positions, segments)
 
-    def check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
-        """Refuse a mask that does not fit these rows.
+    def check_rows(
+        self,
+        keep: Tensor | None,
+        batch: int,
+        length: int,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Refuse a mask, positions or segments that do not fit these rows.
 
         Raises:
-            ShapeMismatch: it is of another shape, or has holes.
+            ShapeMismatch: the mask is of another shape, or has holes.
             BadText: a row has no real token.
+            ShapeMismatch, BadText, OutOfRange: as `probe.positions.check_positions`.
         """
+        self._check_keep(keep, batch, length)
+        if positions is not None or segments is not None:
+            check_positions(keep, positions, segments, [batch, length])
+
+    def _check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
         if keep is None:
             return
         if keep.shape != (batch, length):
@@ -76,6 +98,8 @@ class Decoder:
         keep: Tensor | None = None,
         *,
         want: Iterable[Site | str] = (Site(None, "logits"),),
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         edited: Collection[Site] = (),
         known: Mapping[Site, Tensor] | None = None,
         tap: SiteTap | None = None,
@@ -88,12 +112,17 @@ class Decoder:
 
         Args:
             tokens: [B, T] token ids; None where ``known`` has the stream into what is asked for.
-            keep: [B, T], true where a token is real; None: all are. Position ids count real tokens from 0.
+            keep: [B, T], true where a token is real; None: all are.
             want: what to return, in any spelling.
+            positions: [B, T], the position ids that rotate queries and keys, rising within each text; those of pads
+                say nothing. None: they count each text's real tokens from 0.
+            segments: [B, T], an id for each of the texts that a row packs, one behind the other: attention stays
+                within each. None: a row is one text.
             edited: sites whose value ``tap`` may change. Nothing above them is recomputed where ``known`` has it.
             known: values of an earlier run on the same tokens; those that no edit reaches are taken, not made.
             tap: sees every value that is made.
-            past: keys and values (``K``, ``V``) of the positions before these tokens; ``keep``, if given, covers both.
+            past: keys and values (``K``, ``V``) of the positions before these tokens; ``keep``, ``positions`` and
+                ``segments``, if given, cover both.
                 Taps see those of the new positions; what is wanted of K and V is whole, to be the next step's past.
             watched: sites that ``tap`` shall see; they are made or taken, and not held.
             chunks: sites of which ``show`` may see chunks of queries instead; see `plan`.
@@ -102,10 +131,11 @@ class Decoder:
             The wanted values, as everything below them sees them.
         """
         if tokens is not None:
-            self.check_tokens(tokens, keep, past)
+            self.check_tokens(tokens, keep, past, positions, segments)
         wanted = tuple(dict.fromkeys(self.sites.find(site) for site in want))
         asked = _Asked.of(wanted, edited, watched, chunks)
-        made = _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
+        rows = _Rows(keep, positions, segments)
+        made = _Walk(self, tokens, rows, asked, known or {}, tap, past or {}, show).go()
         return {site: made[site] for site in wanted}
 
     def __call__(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -142,6 +172,23 @@ class _Asked(NamedTuple):
         return tuple(dict.fromkeys(name for part in self for name in part.get(block, ())))
 
 
+class _Rows(NamedTuple):
+    """What a run is told of its rows' places: see `Decoder.run`."""
+
+    keep: Tensor | None
+    positions: Tensor | None
+    segments: Tensor | None
+
+    def frame(self, length: int, new: int, dims: Dims, like: Tensor) -> dict[str, Any]:
+        """The inputs that are one for all blocks, ``R`` and ``M``, of the last ``new`` positions."""
+        ids = self.positions
+        if ids is None:
+            ids = position_ids(self.keep, length, like.device, self.segments)
+        here = slice(length - new, length)
+        mask = causal_mask(self.keep, length, like.dtype, like.device, here, self.segments)
+        return {"R": rotation(ids.to(like.device)[..., here], dims, like.dtype), "M": mask}
+
+
 class _Walk:
     """One pass over the blocks. ``clean`` until the first edit: until then, known values stand."""
 
@@ -149,14 +196,14 @@ class _Walk:
         self,
         decoder: Decoder,
         tokens: Tensor | None,
-        keep: Tensor | None,
+        rows: _Rows,
         asked: _Asked,
         known: Mapping[Site, Tensor],
         tap: SiteTap | None,
         past: Mapping[Site, Tensor],
         show: SiteShow | None,
     ) -> None:
-        self.decoder, self.tokens, self.keep, self.past = decoder, tokens, keep, past
+        self.decoder, self.tokens, self.rows, self.past = decoder, tokens, rows, past
         self.tap = _with_past(tap, past) if past else tap
         self.asked, self.known, self.show = asked, known, show
         self.out: dict[Site, Tensor] = {}
@@ -211,13 +258,9 @@ class _Walk:
     def _block(self, block: int, names: tuple[str, ...], x: Tensor | None, pass_on: bool) -> Tensor | None:
         known = self._known_of(block)
         given = {**known, **({} if x is None else {"x_n": x})}
-        dtype, device = given["x_n"].dtype, given["x_n"].device
         if self.frame is None:
             new = given["x_n"].shape[1]
-            length = new + _past_length(self.past)
-            ids = position_ids(self.keep, length, device)[..., -new:]
-            mask = causal_mask(self.keep, length, dtype, device)[..., -new:, :]
-            self.frame = {"R": rotation(ids, self.decoder.dims, dtype), "M": mask}
+            self.frame = self.rows.frame(new + _past_length(self.past), new, self.decoder.dims, given["x_n"])
         return self._part(block, names, {**given, **self.frame}, "x_next" if pass_on else None)
 
     def _part(
