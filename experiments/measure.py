@@ -27,7 +27,6 @@ from hooks import Cell, Edit, HookedModel, Live, Outcome, Run, outlook, rounded,
 from hooks.cells import BUDGET
 from hooks.edits import Freeze
 from hooks.generate import When
-from hooks.where import Spans
 from probe.errors import BadEdit, Unmatched
 from probe.sites import Site
 
@@ -270,8 +269,7 @@ def _decode(
     if isinstance(source, Live):
         stays = stayed(model, source, [edit for make in makers for edit in make(source)])
     if isinstance(source, Live) and reader.source_ask is not None:
-        tokens, keep, theirs = _batch(source)
-        new = model.generate(tokens, keep, n=ask.decodes, edits=source.edits, spans=theirs, when="prompt").new
+        new = _decoded(model, source, ask.decodes)
         reader.of_source |= {metric.name: ask.of_decoded(metric, new, base).numpy() for metric in wanted}
     for i, edits in enumerate([*(make(stays) for make in makers), *([edit] for edit in noise)]):
         with suppress(Unmatched):
@@ -285,13 +283,28 @@ def stayed(model: HookedModel, source: Live, edits: Sequence[Edit]) -> Run:
     """What would run along, as a run that keeps what edits take from it."""
     sites = {site for edit in edits for site in edit.sites(model.sites)}
     slots = {Site(site.block, "experts") for site in sites if "k" in model.sites.node(site).shape}
-    tokens, keep, spans = _batch(source)
-    return model.run(tokens, keep, want=[*sites, *slots], edits=source.edits, spans=spans)
+    assert source.tokens is not None, "prompts are tokens"
+    rows = source.rows
+    return model.run(
+        source.tokens,
+        rows.keep,
+        want=[*sites, *slots],
+        edits=source.edits,
+        spans=rows.spans,
+        positions=rows.ids,
+        segments=rows.segments,
+    )
 
 
-def _batch(live: Live) -> tuple[Tensor, Tensor | None, Sequence[Spans] | None]:
-    assert live.tokens is not None, "prompts are tokens"
-    return live.tokens, live.rows.keep, live.rows.spans
+def _decoded(model: HookedModel, source: Live, n: int) -> Tensor:
+    """What a source says, token by token."""
+    rows = source.rows
+    if rows.segments is not None:
+        raise BadEdit("a source whose rows pack several texts can't go on; give each text a row of its own.")
+    assert source.tokens is not None, "prompts are tokens"
+    return model.generate(
+        source.tokens, rows.keep, n=n, edits=source.edits, spans=rows.spans, positions=rows.ids, when="prompt"
+    ).new
 
 
 def _collected(

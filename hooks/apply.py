@@ -35,7 +35,7 @@ from hooks.where import FEATURE, Mask, Numbers, Place, Rows, along, axis_of, ind
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, ShapeMismatch, Unmatched, asking
-from probe.numerics import forbidden, position_ids, rotate, rotation
+from probe.numerics import forbidden, rotate, rotation
 from probe.sites import Site, Sites
 from probe.weights import weight_shape
 
@@ -61,6 +61,9 @@ class At:
         self.seen: Mapping[str, Tensor] = {}
         self.touched = 0
         self.moved = False
+        """Whether it takes from other places than those it comes to."""
+        self.strange = False
+        """Whether what it takes belongs to other positions, or to another text, than where it comes to."""
         self.narrow: Tensor | None = None
         """[B n]: the places that values are of; None: they are of all."""
         self.parts: Sequence[At] = ()
@@ -259,7 +262,7 @@ class At:
     @cached_property
     def kind(self) -> Hashable | None:
         """What edits have in common that differ in nothing but the positions they name; None: it stands alone."""
-        if "k" in self.node.shape or self.moved or self.edit.through is not None or self.window is None:
+        if "k" in self.node.shape or self.moved or self.strange or self.edit.through is not None or self.window is None:
             return None
         others = tuple((dim, place) for dim, place in self.edit.where if dim not in "TS")
         return self.edit.how, others, self.edit.within, self.window.shape[1]
@@ -337,6 +340,8 @@ class At:
         if self.node.name in SCORES:
             queries, keys = value.shape[-2:]
             mask = mask & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            if (starts := self.rows.starts) is not None:
+                mask = mask & (torch.arange(keys) >= starts[:, None, :, None])
         return mask.to(value.device)
 
     def _slot_mask(self, dim: str, place: Numbers, value: Tensor) -> Tensor:
@@ -367,7 +372,7 @@ class At:
         read_as_keys = self.site.tensor in card.key_side or ("S" in self.where and "T" not in self.where)
         if block == self.site.block and not read_as_keys:
             return named
-        return rows.mask(None, "T", self.among) & named.long().cummax(-1).values.bool()
+        return rows.mask(None, "T", self.among) & rows.onward(named)
 
     # ---- values of other runs ----------------------------------------------------------------------------------
 
@@ -391,6 +396,11 @@ class At:
             fits = [j for j, n in enumerate(theirs) if n >= length or b not in self.among]
             if not fits:
                 raise BadEdit(f"{self.edit}: no reference prompt has the {length} tokens of row {b}; give longer ones.")
+            if b in self.among:
+                here = self._here(b)
+                fits = [j for j in fits if self._at_home(source.rows, b, j, here, here)]
+            if not fits:
+                raise BadEdit(self._strange_reference)
             drawn.append(fits[int(torch.randint(len(fits), (), generator=generator))])
         return drawn
 
@@ -405,10 +415,9 @@ class At:
             "T", place if isinstance(place, str) and isinstance(self.edit.how, Patch) else None
         )
         table = torch.zeros(self.rows.batch, self.rows.length, dtype=torch.long)
-        moved = False
         for b in self.among:
             first, j = self.rows.first[b], self.draw[b]
-            here = self.rows.positions(b, place, f"{self.node.name}: {dim}")
+            here = self._here(b)
             there = (
                 here if theirs is None else source.rows.positions(j, theirs, f"{self.node.name}: the source's {dim}")
             )
@@ -422,26 +431,54 @@ class At:
                     f"{self.edit}: source row {j} has {source.rows.lengths[j]} tokens, so it has no position"
                     f" {too_far[0]} for row {b}; nothing lies beyond its last."
                 )
-            moved = moved or here != there
+            self.moved = self.moved or here != there
+            self.strange = self.strange or not self._at_home(source.rows, b, j, here, there)
             taken = [source.rows.first[j] + p for p in there]  # none, where a mask names others
             table[b, [first + p for p in here]] = torch.tensor(taken, dtype=torch.long)
-        if moved:
-            self._check_moved()
-        self.moved = moved
+        self._check_moved()
         if self.node.name in SCORES:  # keys are taken from their own positions, named or not
             shift = torch.tensor([source.rows.first[j] - f for f, j in zip(self.rows.first, self.draw, strict=True)])
             whole = torch.arange(self.rows.length)[None, :] + shift[:, None]
             return whole.clamp(0, source.rows.length - 1)
         return table
 
+    def _here(self, b: int) -> list[int]:
+        """The real positions of a row that it acts on."""
+        dim = "T" if "T" in self.node.shape else "S"
+        return self.rows.positions(b, self.where.get(dim), f"{self.node.name}: {dim}")
+
+    def _at_home(self, theirs: Rows, b: int, j: int, here: Sequence[int], there: Sequence[int]) -> bool:
+        """Whether what stands at positions ``there`` of a source's row j belongs to ``here`` in row b: a rotated tensor
+        to its position id, scores to the keys of a text that begins where this one does, all else to any place."""
+        if self.node.name not in (*ROTATED, *SCORES):
+            return True
+        if self.rows.counted and theirs.counted:
+            return here == there
+        ours, other = (r.position_ids if self.node.name in ROTATED else r.begun for r in (self.rows, theirs))
+        mine, yours = ([r.first[row] + p for p in some] for r, row, some in ((self.rows, b, here), (theirs, j, there)))
+        return torch.equal(ours[b, mine], other[j, yours])
+
+    @property
+    def _strange_reference(self) -> str:
+        what = (
+            "holds its position's rotation, and the source has other positions there; run it at these"
+            if self.node.name in ROTATED
+            else "is over the keys of its own text, and the source's begins elsewhere; pack it alike"
+        )
+        return f"{self.edit}: {self.node.name} {what}."
+
     def _check_moved(self) -> None:
-        if self.node.name in SCORES:
-            raise BadEdit(f"{self.edit}: {self.node.name} belongs to its positions, and can't be moved to others.")
-        if self.node.name in ROTATED and getattr(self.edit.how, "rotate", None) is None:
+        name, rotated = self.node.name, self.node.name in ROTATED
+        if name in SCORES and self.moved:
+            raise BadEdit(f"{self.edit}: {name} belongs to its positions, and can't be moved to others.")
+        if not self.strange or (rotated and getattr(self.edit.how, "rotate", None) is not None):
+            return
+        if rotated and isinstance(self.edit.how, Patch):
             raise BadEdit(
-                f"{self.edit}: {self.node.name} holds its position's rotation; from another position say"
+                f"{self.edit}: {name} holds its position's rotation; from another position say"
                 ' rotate="redo" (take the unrotated part and turn it here) or "keep".'
             )
+        raise BadEdit(self._strange_reference)
 
     def held(self, source: Source, name: str) -> Tensor:
         """A source's value of a tensor of this block; its latents, where the edit goes through a dictionary.
@@ -464,7 +501,7 @@ class At:
             return self._contributions(source, value)
         if name in PER_SLOT:
             return self._matched_slots(source, value)
-        if name in ROTATED and self.moved and getattr(self.edit.how, "rotate", None) == "redo":
+        if name in ROTATED and self.strange and getattr(self.edit.how, "rotate", None) == "redo":
             return self._turned_here(source, value)
         return self._aligned(source, name, value)
 
@@ -497,11 +534,10 @@ class At:
 
     def _turned_here(self, source: Source, value: Tensor) -> Tensor:
         """The unrotated parts of the source, turned to the positions that they come to."""
-        device = value.device
-        ids = position_ids(self.rows.keep, self.rows.length, device)
+        device, ids = value.device, self.rows.position_ids
         if self.narrow is not None:
-            ids = ids.expand(self.rows.batch, -1).gather(1, self.narrow.to(device))
-        R = rotation(ids, self.dims, value.dtype)
+            ids = ids.gather(1, self.narrow)
+        R = rotation(ids.to(device), self.dims, value.dtype)
         name = self.node.name
         turned = rotate(self._aligned(source, "Q_pe" if name[0] == "Q" else "k_pe").to(device, value.dtype), R)
         if name in ("Q_R", "k_R"):
@@ -605,6 +641,11 @@ class At:
             raise BadEdit(
                 f"{self.edit}: the longest reference prompt has {longest} tokens; of a row here {asked} are asked for."
             )
+        for b in () if self.rows.counted and rows.counted else self.among:
+            for j, length in enumerate(rows.lengths):
+                here = [p for p in self._here(b) if p < length]
+                if not self._at_home(rows, b, j, here, here):
+                    raise BadEdit(self._strange_reference)
 
     def _mean_by_expert(self, source: Source, pool: Tensor, value: Tensor) -> Tensor:
         theirs = source.cache[Site(self.site.block, "experts")]

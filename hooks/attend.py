@@ -68,7 +68,14 @@ class Piece(NamedTuple):
 
 
 def attend_worlds(
-    Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, most: int = PIECE
+    Q: Packed,
+    K: Packed,
+    V: Packed,
+    base_K: Tensor,
+    base_V: Tensor,
+    tau: float,
+    most: int = PIECE,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """O of the worlds' queries, [1 N h v].
 
@@ -79,6 +86,7 @@ def attend_worlds(
         K, V: the worlds' own keys and values, of one layout.
         base_K, base_V: the base's, [B T h ·]; world w stands on row w mod B.
         most: bytes that are taken at a time, beside what is given and returned; one query's scores at the least.
+        starts: [B, T], the place at which each token's text starts, where rows pack several.
     """
     _, N, h, q = Q.value.shape
     out = Q.value.new_empty(N + 1, h, base_V.shape[-1])  # the last takes what none asked for
@@ -92,7 +100,7 @@ def attend_worlds(
     wide = torch.promote_types(out.dtype, torch.float32)
     room = _room(numbers, wide, out.device), _room(numbers, wide, out.device)
     for piece in pieces:
-        _attend_piece(out, piece, Q, K, V, base_K, base_V, tau, room)
+        _attend_piece(out, piece, Q, K, V, base_K, base_V, tau, room, starts)
     return out[None, :N]
 
 
@@ -125,7 +133,16 @@ def _room(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _attend_piece(
-    out: Tensor, piece: Piece, Q: Packed, K: Packed, V: Packed, base_K: Tensor, base_V: Tensor, tau: float, room: Room
+    out: Tensor,
+    piece: Piece,
+    Q: Packed,
+    K: Packed,
+    V: Packed,
+    base_K: Tensor,
+    base_V: Tensor,
+    tau: float,
+    room: Room,
+    starts: Tensor | None,
 ) -> None:
     """Some queries of some worlds, written to their places."""
     changed, asked = (torch.from_numpy(mask.nonzero()[0]).to(out.device) for mask in (piece.changed, piece.asked))
@@ -137,7 +154,10 @@ def _attend_piece(
     theirs = [_taken(base if everyone else _some(base, piece.prompts), shared) for base in (base_K, base_V)]
     queries = _of(Q, piece.worlds, asked)
     keys, values = _of(K, piece.worlds, changed, base_K), _of(V, piece.worlds, changed, base_V)
-    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, order > asked[:, None], room)
+    hidden = order > asked[:, None]
+    if starts is not None:
+        hidden = hidden | (order < starts[piece.prompts][:, asked, None])
+    made = _attend(queries, keys, values, theirs[0], theirs[1], tau, hidden, room)
     _put(out, Q.layout, piece.worlds, asked, made)
 
 
@@ -327,7 +347,8 @@ def _index(layout: Layout, worlds: list[int], places: Tensor) -> Tensor:
 def _attend(
     Q: Tensor, K: Tensor, V: Tensor, base_K: Tensor, base_V: Tensor, tau: float, hidden: Tensor, room: Room
 ) -> Tensor:
-    """[G nq h v]: G worlds, as many on each of the prompts whose shared keys are ``base_K``, [P nu h q].
+    """[G nq h v]: G worlds, as many on each of the prompts whose shared keys are ``base_K``, [P nu h q], and of which
+    ``hidden``, [P nq ·] or [nq ·], says what a query does not see.
 
     Products are made in fp32 (small ones in bf16 are slower on a CPU) and rounded as if they weren't.
 
@@ -349,7 +370,8 @@ def _attend(
     torch.bmm(Q.view(P * h, g * nq, q), base_K.mT, out=first[:to_base].view(P * h, g * nq, nu))
     torch.bmm(Q, K.mT, out=first[to_base:].view(P * h * g, nq, own))
     parts = first[:to_base].view(P * h, g, nq, nu), first[to_base:].view(P * h, g, nq, own)
-    S = torch.cat(parts, dim=-1, out=second).to(act).mul_(tau).masked_fill_(hidden, forbidden(act))
+    S = torch.cat(parts, dim=-1, out=second).to(act).mul_(tau)
+    S.view(P, h, g, nq, -1).masked_fill_(hidden.view(-1, 1, 1, nq, nu + own), forbidden(act))
     pattern = first.view(shape) if wide == torch.float32 else None  # the softmax is made in fp32, whatever the dtype
     A = torch.softmax(S, dim=-1, dtype=torch.float32, out=pattern)
     del S

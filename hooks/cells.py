@@ -45,6 +45,7 @@ class Live:
         tokens: [B T] ids; None where a block runs alone.
         keep: [B T], true where a token is real; pads stand right.
         spans, spoken: each row's named spans, and how many of its tokens names count; see `hooks.where.Rows`.
+        positions, segments: [B T], position ids, and the texts that rows pack; see `hooks.run.run`.
         edits: act on it (a corrupt run may be edits on the clean prompt).
         read: the positions at which it is looked at itself; None: it isn't.
         x_n: [B T d], the residual stream into the first block that runs, where it starts there.
@@ -58,6 +59,8 @@ class Live:
         spans: Sequence[Spans] | None = None,
         *,
         spoken: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         edits: Sequence[Edit] = (),
         read: Read | None = None,
         x_n: Tensor | None = None,
@@ -69,13 +72,7 @@ class Live:
         if first.ndim != (2 if x_n is None else 3):
             raise ShapeMismatch(f"tokens are [B T] and x_n is [B T d]; this is {list(first.shape)}.")
         self.tokens, self.edits, self.read, self.x_n, self.beyond = tokens, tuple(edits), read, x_n, beyond
-        self.rows = Rows(
-            keep,
-            first.shape[0],
-            first.shape[1],
-            None if spans is None else tuple(spans),
-            spoken=None if spoken is None else tuple(spoken),
-        )
+        self.rows = Rows.of(first, keep, spans, spoken, positions, segments)
         if keep is not None and bool((keep.long().diff(dim=-1) > 0).any()):
             raise BadEdit("a sweep takes rows padded on the right, as Prompts.batch and HookedModel.batch make them.")
         self.cache: Any = Held(self.rows)

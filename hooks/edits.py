@@ -499,7 +499,8 @@ def mean(
         source: a run on the reference prompts that holds the site (for slot tensors, ``experts`` too: the mean of an
             expert's tensor is over the tokens that chose it).
         over: ``all`` positions, or each ``position`` by itself; None: all, but for tensors that hold their position's
-            rotation and for S and A, where only ``position`` means something.
+            rotation and for S and A, where only ``position`` means something, of prompts that stand at the same
+            position ids.
     """
     if over not in (None, "all", "position"):
         raise BadEdit(f"over={over!r}: a mean is over all or by position.")
@@ -526,7 +527,8 @@ def resample(
 
     Args:
         source: a run on the reference prompts that holds the site (and, for slot tensors, ``experts``).
-        rows: for each row of the edited run, the source's row; None: drawn by ``seed`` among rows that are long enough.
+        rows: for each row of the edited run, the source's row; None: drawn by ``seed`` among rows that are long enough
+            (of a tensor that holds its position's rotation, among those at the same position ids).
     """
     how = Resample(source, _rows(rows), seed)
     return _edit(tensor, block, how, where, into, within, through)
@@ -555,7 +557,7 @@ def patch(
         rows: for each row of the edited run, the source's row; None: the same row, or the only one.
         source_T: the source's positions, one for each named by T (or S); None: the same span where T is a span's name,
             else the same positions.
-        rotate: for tensors that hold their position's rotation, taken from another position: ``redo`` takes the
+        rotate: for tensors that hold their position's rotation, taken from another position id: ``redo`` takes the
             unrotated part and turns it here, ``keep`` takes them as they are; without a word that is refused.
     """
     places = () if source_T is None else where_of({"T": source_T})

@@ -174,7 +174,7 @@ class _Sizes:
         for axis in card.shape(name):
             parts = letters(axis)
             sizes.append(math.prod(run[p] if p in run else self.model.dims.size(p) for p in parts))
-        if name in ("R", "M") and self.rows.keep is not None:  # one a row
+        if name in ("R", "M") and not (self.rows.keep is None and self.rows.counted):  # one a row
             sizes.insert(0, self.rows.batch)
         return tuple(sizes)
 

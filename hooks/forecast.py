@@ -239,7 +239,10 @@ class Forecast:
         for ats, read in zip(self.staged.ats, self.staged.reads, strict=True):
             first = min((sites.depth(at.site) for at in ats), default=beyond)
             here = [at for at in ats if sites.depth(at.site) == first]
-            named, after = self._named(here), _on(self._named(ats)) & self.staged.base.real.cpu()
+            named, after = (
+                self._named(here),
+                self.staged.base.rows.onward(self._named(ats)) & self.staged.base.real.cpu(),
+            )
             group = min(map(self._group, here), default=2)
             made.append((first, int(named.sum()), int(after.sum()), sum(map(len, read)), group))
         return Cells(*np.array(made, dtype=np.int64).reshape(-1, 5).T)
@@ -296,8 +299,3 @@ def _own(root: Stream) -> Tensor:
     """[B T]: the positions that base or a source hold themselves."""
     start = next(iter(root.values.values()), None)
     return torch.zeros_like(root.real).cpu() if start is None else start.layout.mask.cpu()
-
-
-def _on(mask: Tensor) -> Tensor:
-    """From the first true position of each row on."""
-    return mask.long().cummax(-1).values.bool()

@@ -50,6 +50,7 @@ def generate(
     stop: Collection[int] = (),
     edits: Sequence[Edit] = (),
     spans: Sequence[Spans] | None = None,
+    positions: Tensor | None = None,
     when: When = "both",
     use_cache: bool = True,
 ) -> Generation:
@@ -65,6 +66,8 @@ def generate(
         temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature).
         stop: token ids at which a row ends.
         spans: each prompt's named spans, for edits; they name positions of the prompt.
+        positions: [B, T], position ids of the prompts, as in `hooks.run.run`; new tokens count on from the last. Texts
+            that a row packs have no one end to go on from: give each a row of its own.
         when: where edits act.
         use_cache: False recomputes everything at each step, with edits as `run` has them: the slow twin of ``both``.
 
@@ -74,19 +77,21 @@ def generate(
         OutOfRange: the last token would stand beyond the model's ``max_position_embeddings``.
         BadText: a prompt and the tokens decoded behind it are too long for a model with indexers.
     """
-    model.decoder.check_tokens(tokens, keep)
+    model.decoder.check_tokens(tokens, keep, positions=positions)
     if n < 1:
         raise BadEdit(f"n={n}: at least one token is decoded.")
-    longest = tokens.shape[1] if keep is None else int(keep.sum(-1).max())
-    model.decoder.check_length(longest + n - 1)  # the last new token is not read
-    model.decoder.check_reach(longest + n - 2)
+    model.decoder.check_texts(keep, tokens.shape[1], positions, None, more=n - 1)  # the last new token is not read
     if when not in ("prompt", "steps", "both"):
         raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
     if not use_cache and when != "both":
         raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
     here = model.device
-    tokens, keep = left_padded(tokens.to(here), None if keep is None else keep.to(here))
-    decoding = _Decoding(model, tokens, keep, edits, None if spans is None else tuple(spans), when, use_cache)
+    keep = None if keep is None else keep.to(here)
+    if positions is not None:
+        positions, _ = left_padded(positions.to(here), keep)
+    tokens, keep = left_padded(tokens.to(here), keep)
+    spans = None if spans is None else tuple(spans)
+    decoding = _Decoding(model, tokens, keep, positions, edits, spans, when, use_cache)
     generator = torch.Generator().manual_seed(seed)
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     chosen: list[Tensor] = []
@@ -134,12 +139,14 @@ class _Decoding:
         model: HookedModel,
         tokens: Tensor,
         keep: Tensor,
+        positions: Tensor | None,
         edits: Sequence[Edit],
         spans: tuple[Spans, ...] | None,
         when: When,
         use_cache: bool,
     ) -> None:
         self.model, self.tokens, self.keep, self.spans, self.use_cache = model, tokens, keep, spans, use_cache
+        self.positions = positions
         self.on_prompt = list(edits) if when != "steps" else []
         self.on_steps = self._on_steps(edits, when) if when != "prompt" else []
         self.stored = [Site(b, name) for b in range(model.dims.blocks) for name in ("K", "V")]
@@ -177,8 +184,10 @@ class _Decoding:
         if token is not None:
             self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
             self.tokens = torch.cat([self.tokens, token[:, None]], 1)
+            if self.positions is not None:
+                self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], 1)
         if token is None or not self.use_cache:
-            rows = Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans)
+            rows = Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans, ids=self.positions)
             return self._read(self.tokens, self._bind(self.on_prompt, rows))
         new = Rows(None, self.tokens.shape[0], 1, past=Rows(self.keep, *self.tokens.shape))
         return self._read(token[:, None], self._bind(self.on_steps, new))
@@ -194,7 +203,13 @@ class _Decoding:
         past = self.past if self.use_cache else {}
         with torch.no_grad():
             made = recorder.decoder.run(
-                tokens, self.keep, want=(logits, *self.stored), edited=recorder.edited, tap=recorder, past=past
+                tokens,
+                self.keep,
+                want=(logits, *self.stored),
+                positions=self.positions,
+                edited=recorder.edited,
+                tap=recorder,
+                past=past,
             )
         self.past = {site: made[site] for site in self.stored}
         return made[logits][:, -1]

@@ -21,9 +21,7 @@ Score = Callable[[Tensor], Tensor]
 """From the logits [B T V] to one number."""
 
 
-def run_with_gradients(
-    model: HookedModel, tokens: Tensor, keep: Tensor | None, values: Keeper, gradients: Keeper, score: Score
-) -> Tensor:
+def run_with_gradients(model: HookedModel, tokens: Tensor, values: Keeper, gradients: Keeper, score: Score) -> Tensor:
     """Run, differentiate ``score`` of the logits, and show values and gradients to their keepers; return the logits.
 
     A gradient at a site is with respect to the value that everything below it saw, and through all paths. The chosen
@@ -50,7 +48,14 @@ def run_with_gradients(
     logits = Site(None, "logits")
     with torch.inference_mode(False), torch.enable_grad():
         made = model.decoder.run(
-            tokens, keep, want=(logits,), edited=model.watched(), tap=tap, watched=values.watched | {logits}
+            tokens,
+            values.rows.keep,
+            want=(logits,),
+            positions=values.rows.ids,
+            segments=values.rows.segments,
+            edited=model.watched(),
+            tap=tap,
+            watched=values.watched | {logits},
         )[logits]
         made_of = score(made)
         _check_score(made_of)

@@ -220,16 +220,23 @@ class HookedModel(HookedRootModule):
 
     @eagerly
     def forward(
-        self, tokens: Tensor | str | Sequence[str], keep: Tensor | None = None, *, beyond: bool = False
+        self,
+        tokens: Tensor | str | Sequence[str],
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        beyond: bool = False,
     ) -> Tensor:
         """The logits, [B T V], with whatever hooks are on. Gradients flow where torch records them.
 
         Args:
             tokens: [B, T] token ids, or text.
             keep: [B, T], true where a token is real. Texts bring their own.
+            positions, segments: [B, T], position ids, and the texts that rows pack; see `hooks.run.run`.
             beyond: whether texts may be longer than ``max_position_embeddings``; see `reaching`.
         """
-        return self.reaching(beyond)._run(*self._batch(tokens, keep))
+        return self.reaching(beyond)._run(*self._batch(tokens, keep), positions, segments)
 
     @eagerly
     def run_with_cache(  # type: ignore[override]  # TransformerLens' takes any argument, and swallows those it does not know
@@ -243,6 +250,8 @@ class HookedModel(HookedRootModule):
         pos: Index | None = None,
         reduce: Reduce | None = None,
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         grads: Score | None = None,
         budget: int | None = None,
         beyond: bool = False,
@@ -256,6 +265,7 @@ class HookedModel(HookedRootModule):
             pos: positions to keep, as an edit's ``T``; the whole is not held. See `hooks.keep.Keep`.
             reduce: names → reductions (`hooks.reduce`), or functions of the value; found under ``cache.reduced``.
             spans: each row's named spans, for ``pos`` and means over roles.
+            positions, segments: [B, T], position ids, and the texts that rows pack; see `hooks.run.run`.
             grads: a function from logits to one number. Its gradients at the same sites, kept likewise, are then
                 ``cache.gradients``.
             budget: bytes that the run may take beside the weights; see `hooks.estimate`.
@@ -268,17 +278,17 @@ class HookedModel(HookedRootModule):
         """
         model = self.reaching(beyond)
         tokens, keep = self._batch(tokens, keep)
-        model.decoder.check_tokens(tokens, keep)
-        rows = Rows(keep, tokens.shape[0], tokens.shape[1], None if spans is None else tuple(spans))
+        model.decoder.check_tokens(tokens, keep, positions=positions, segments=segments)
+        rows = Rows.of(tokens, keep, spans, None, positions, segments)
         how = Keep(names_filter, device, dtype, pos, reduce)
         keeper = Keeper(self.sites, rows, tokens, how, in_chunks=grads is None)
         if budget is not None:
             check_fits(model, rows, how, budget, grads is not None)
         if grads is None:
-            return model._run(tokens, keep, keeper), keeper.cache
+            return model._run(tokens, keep, positions, segments, keeper), keeper.cache
         second = Keeper(self.sites, rows, tokens, how, in_chunks=False)
         keeper.cache.gradients = second.cache
-        return run_with_gradients(model, tokens, keep, keeper, second, grads), keeper.cache
+        return run_with_gradients(model, tokens, keeper, second, grads), keeper.cache
 
     @eagerly
     def run(
@@ -291,6 +301,8 @@ class HookedModel(HookedRootModule):
         base: Run | None = None,
         spans: Sequence[Spans] | None = None,
         spoken: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
@@ -308,6 +320,8 @@ class HookedModel(HookedRootModule):
             base=base,
             spans=spans,
             spoken=spoken,
+            positions=positions,
+            segments=segments,
             device=device,
             dtype=dtype,
             pos=pos,
@@ -326,6 +340,8 @@ class HookedModel(HookedRootModule):
         edits: Sequence[Edit] | Edit = (),
         base: Run | None = None,
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         pos: Index | None = None,
@@ -343,6 +359,8 @@ class HookedModel(HookedRootModule):
             edits=edits,
             base=base,
             spans=spans,
+            positions=positions,
+            segments=segments,
             device=device,
             dtype=dtype,
             pos=pos,
@@ -361,6 +379,7 @@ class HookedModel(HookedRootModule):
         stop: Collection[int] = (),
         edits: Sequence[Edit] = (),
         spans: Sequence[Spans] | None = None,
+        positions: Tensor | None = None,
         when: When = "both",
         beyond: bool = False,
     ) -> Generation:
@@ -377,6 +396,7 @@ class HookedModel(HookedRootModule):
             stop=stop,
             edits=edits,
             spans=spans,
+            positions=positions,
             when=when,
         )
 
@@ -390,7 +410,14 @@ class HookedModel(HookedRootModule):
             raise BadText("a run takes token ids as a tensor [B T], a text, or a list of texts.")
         return self.batch(texts)
 
-    def _run(self, tokens: Tensor, keep: Tensor | None, keeper: Keeper | None = None) -> Tensor:
+    def _run(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        keeper: Keeper | None = None,
+    ) -> Tensor:
         """The logits; all else passes through the hooks, and is shown to the keeper."""
         logits, watched = Site(None, "logits"), self.watched()
 
@@ -404,6 +431,8 @@ class HookedModel(HookedRootModule):
             tokens,
             keep,
             want=(logits,),
+            positions=positions,
+            segments=segments,
             edited=watched,
             tap=tap if watched or keeper else None,
             watched=keeper.watched if keeper else (),

@@ -50,6 +50,8 @@ class Run:
         hooked: sites that had hooks on; a run with any is no base.
         version: of the weights: it grows when somebody writes into one.
         spoken: of each row, the tokens that named positions count; None: all.
+        positions: [B, T], position ids; None: they count each text's real tokens from 0.
+        segments: [B, T], which of a row's texts a token belongs to; None: a row is one text.
         plain: whether the cache holds tensors as they were; a run without is no base.
     """
 
@@ -67,11 +69,13 @@ class Run:
     plain: bool = True
     version: int = 0
     spoken: tuple[int, ...] | None = None
+    positions: Tensor | None = None
+    segments: Tensor | None = None
 
     @cached_property
     def rows(self) -> Rows:
         """The rows of this run."""
-        return Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans, spoken=self.spoken)
+        return Rows.of(self.tokens, self.keep, self.spans, self.spoken, self.positions, self.segments)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -92,6 +96,8 @@ def run(
     base: Run | None = None,
     spans: Sequence[Spans] | None = None,
     spoken: Sequence[int] | None = None,
+    positions: Tensor | None = None,
+    segments: Tensor | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     pos: Index | None = None,
@@ -109,26 +115,26 @@ def run(
             result is the same, bit for bit. A freeze without a base that holds its tensors makes one.
         spans: each row's named spans, for edits, ``pos`` and means over roles.
         spoken: of each row, how many real tokens named positions count: a prompt's, with an answer behind it.
+        positions: [B, T], position ids, by which queries and keys are rotated: they rise within a text, as far apart
+            as you like; those of pads say nothing. None: they count each text's real tokens from 0. In ``where``, `T`
+            counts a row's real tokens all the same.
+        segments: [B, T], an id for each of the texts that a row packs, one behind the other: each runs as if it were
+            alone. None: a row is one text.
         device, dtype, pos, reduce: how what is wanted is kept; see `hooks.keep.Keep`.
         budget: bytes that the run may take beside the weights; see `hooks.estimate`.
 
     Raises:
         UnknownTensor, UnknownDim, OutOfRange: a site or a place that does not exist.
         BadEdit: an edit that cannot mean what it says, two that overlap, one that another cuts off.
+        BadText: tokens, positions or segments that no run can have.
         TooLarge: it would not fit the budget.
     """
-    model.decoder.check_tokens(tokens, keep)
-    rows = Rows(
-        keep,
-        tokens.shape[0],
-        tokens.shape[1],
-        None if spans is None else tuple(spans),
-        spoken=None if spoken is None else tuple(spoken),
-    )
+    model.decoder.check_tokens(tokens, keep, positions=positions, segments=segments)
+    rows = Rows.of(tokens, keep, spans, spoken, positions, segments)
     how = Keep(want, device, dtype, pos, reduce)
     if budget is not None:
         check_fits(model, rows, how, budget)
-    _check_base(model, keep, base)
+    _check_base(model, rows, base)
     if base is not None and not torch.equal(tokens, base.tokens.to(tokens.device)):
         raise BadEdit("the base was run on other tokens, or with another mask.")
     return _carry_out(model, _Start(model.sites, rows, tokens), how, edits, base)
@@ -144,6 +150,8 @@ def run_block(
     edits: Sequence[Edit] | Edit = (),
     base: Run | None = None,
     spans: Sequence[Spans] | None = None,
+    positions: Tensor | None = None,
+    segments: Tensor | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     pos: Index | None = None,
@@ -156,9 +164,9 @@ def run_block(
 
     Args:
         x_n: [B, T, d], on the device of the block's weights and in their dtype (in careful numerics in fp32); or a run
-            or cache that holds this block's ``x_n``, which brings its mask and spans.
+            or cache that holds this block's ``x_n``, which brings its mask, spans, positions and segments.
         base: a run of this block, or of the whole model, on the same stream without edits.
-        keep, want, edits, spans, device, dtype, pos, reduce: as in `run`.
+        keep, want, edits, spans, positions, segments, device, dtype, pos, reduce: as in `run`.
 
     Raises:
         ShapeMismatch: the stream does not fit this block; or the mask the stream.
@@ -166,22 +174,24 @@ def run_block(
         BadEdit: as in `run`; or a hook stands where this run never comes.
     """
     model.sites.card(block)
-    site, spoken = Site(block, "x_n"), None
+    site, rows = Site(block, "x_n"), None
     if not isinstance(x_n, Tensor):
-        if keep is not None or spans is not None:
-            raise BadEdit("a run or a cache brings its own mask and spans; `keep` and `spans` go with a tensor.")
-        source, x_n = x_n, x_n.cache[site]
-        keep, spans, spoken = source.rows.keep, source.rows.spans, source.rows.spoken
+        if any(said is not None for said in (keep, spans, positions, segments)):
+            raise BadEdit(
+                "a run or a cache brings its own mask, spans, positions and segments; `keep`, `spans`, `positions` and"
+                " `segments` go with a tensor."
+            )
+        rows, x_n = x_n.rows, x_n.cache[site]
     check_stream(model, site, x_n)
-    model.decoder.check_keep(keep, *x_n.shape[:2])
-    _check_base(model, keep, base)
+    rows = rows or Rows.of(x_n, keep, spans, None, positions, segments)
+    model.decoder.check_rows(rows.keep, x_n.shape[0], x_n.shape[1], rows.ids, rows.segments)
+    _check_base(model, rows, base)
     if base is not None and not (site in base.cache and torch.equal(x_n, base.cache[site])):
         raise BadEdit(f"the base was run on another {site}.")
     sites = Sites(model.dims, only=block)
     elsewhere = model.watched() - set(sites)
     if lost := [str(hooked) for hooked in model.sites if hooked in elsewhere]:
         raise BadEdit(f"block {block} runs alone, so the hooks on {', '.join(lost)} would never fire; take them off.")
-    rows = Rows(keep, x_n.shape[0], x_n.shape[1], None if spans is None else tuple(spans), spoken=spoken)
     start = _Start(sites, rows, None, {site: own(x_n)})  # the caller may write into theirs
     return _carry_out(model, start, Keep(want, device, dtype, pos, reduce), edits, base)
 
@@ -209,6 +219,8 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
             tokens,
             rows.keep,
             want=(),
+            positions=rows.ids,
+            segments=rows.segments,
             edited=recorder.edited,
             known=known if base is None else base.cache,
             tap=recorder,
@@ -219,7 +231,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
     agreement, flips = _routing(model, recorder, base, rows)
     return Run(
         torch.full((rows.batch, rows.length), -1) if tokens is None else tokens.clone(),  # the caller may write into it
-        None if rows.keep is None else rows.keep.clone(),
+        rows.keep,
         tuple(edits),
         recorder.cache if how.plain else keeper.cache,
         recorder.natural,
@@ -232,6 +244,8 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
         how.plain,
         version_of(model.decoder.weights),
         rows.spoken,
+        rows.ids,
+        rows.segments,
     )
 
 
@@ -240,7 +254,7 @@ def version_of(weights: Weights) -> int:
     return int(getattr(weights, "version", 0))
 
 
-def _check_base(model: HookedModel, keep: Tensor | None, base: Run | None) -> None:
+def _check_base(model: HookedModel, rows: Rows, base: Run | None) -> None:
     if base is None:
         return
     if base.edits:
@@ -255,11 +269,14 @@ def _check_base(model: HookedModel, keep: Tensor | None, base: Run | None) -> No
         raise BadEdit(f"the base's {changed[0]} has been written into since it was run; run the base anew.")
     if base.version != version_of(model.decoder.weights):
         raise BadEdit("weights have been written into since the base was run; run it anew.")
+    keep = rows.keep
     same_keep = (keep is None and base.keep is None) or (
         keep is not None and base.keep is not None and torch.equal(keep, base.keep.to(keep.device))
     )
     if not same_keep:
         raise BadEdit("the base was run on other tokens, or with another mask.")
+    if rows.batch == base.rows.batch and not bool(rows.meets(base.rows).all()):
+        raise BadEdit("the base was run at other positions, or with other segments; run it with these.")
 
 
 def check_stream(model: HookedModel, site: Site, x_n: Tensor) -> None:

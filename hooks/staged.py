@@ -195,11 +195,11 @@ class Staged:
 
     def _start(self, live: Live) -> Tensor:
         """What a root starts from, [B T] or [B T d]; checked."""
-        decoder = self.model.reaching(live.beyond).decoder
+        decoder, rows = self.model.reaching(live.beyond).decoder, live.rows
         if live.tokens is not None:
-            decoder.check_tokens(live.tokens, live.rows.keep)
+            decoder.check_tokens(live.tokens, rows.keep, positions=rows.ids, segments=rows.segments)
         if live.x_n is not None:
-            decoder.check_keep(live.rows.keep, live.rows.batch, live.rows.length)
+            decoder.check_rows(rows.keep, rows.batch, rows.length, rows.ids, rows.segments)
             check_stream(self.model, Site(max(0, self.first), "x_n"), live.x_n)
         start = live.tokens if self.first < 0 else live.x_n
         if start is None:
@@ -207,7 +207,8 @@ class Staged:
         return start.to(self.device)
 
     def _root(self, live: Live, base: Stream | None) -> Stream:
-        """The base, or a source: which holds the positions from the first that differs from the base's."""
+        """The base, or a source: which holds, of each text, the positions from the first that differs from the base's
+        in its token or its place."""
         at = self.lives.index(live)
         start, ats = self.starts[at], self.root_ats[at]
         real = live.rows.mask(None, "T").to(self.device)
@@ -219,9 +220,9 @@ class Staged:
             length = min(start.shape[1], theirs.shape[1])
             same = (start[:, :length] == theirs[:, :length]).flatten(2 if start.ndim > 2 else 1)
             same = (same if start.ndim == 2 else same.all(-1)) & real[:, :length] & base.real[:, :length]
-            prefix = torch.zeros_like(real)
-            prefix[:, :length] = same.long().cumprod(-1).bool()
-            own = real & ~prefix
+            differs = torch.ones_like(real)
+            differs[:, :length] = ~(same & live.rows.meets(base.rows).to(self.device))
+            own = real & live.rows.onward(differs)
         made = Stream(live.rows, base if shared else None, [ats], self.device)
         layout = Layout(own)
         if len(layout) or not shared:

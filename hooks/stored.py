@@ -1,7 +1,7 @@
 """A cache as one safetensors file: what is equal is written once, and read back when asked for, a tensor at a time.
 
 Tensors go by their site (``blocks.3.c_KV``), reduced ones by ``reduced.`` before it and the part's name behind it,
-beside ``tokens``, ``keep`` and ``pos``; all else is JSON in the header.
+beside ``tokens``, ``keep``, ``positions``, ``segments`` and ``pos``; all else is JSON in the header.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def save(cache: Cache, path: str | Path) -> None:
         kinds[str(site)], parts = _flat(site, made)
         tensors.update({f"reduced.{site}{'.' if part else ''}{part}": value for part, value in parts.items()})
     rows = cache._rows
-    extra = {"tokens": cache.tokens, "keep": None if rows is None else rows.keep, "pos": cache.pos}
+    extra = {"tokens": cache.tokens, "pos": cache.pos}
+    if rows is not None:
+        extra |= {"keep": rows.keep, "positions": rows.ids, "segments": rows.segments}
     once, aliases = _once({**tensors, **{name: value for name, value in extra.items() if value is not None}})
     header = {
         "dims": cache.dims.to_config(),
@@ -193,11 +195,13 @@ def load(path: str | Path) -> Cache:
 def _cache_of(file: _File) -> Cache:
     header = file.header
     sites = Sites(Dims.from_config(header["dims"]))
-    tokens, keep, pos = (file.read(name) if name in file.names else None for name in ("tokens", "keep", "pos"))
+    tokens, keep, ids, segments, pos = (
+        file.read(name) if name in file.names else None for name in ("tokens", "keep", "positions", "segments", "pos")
+    )
     spans = None if header["spans"] is None else tuple(header["spans"])
     batch, length = header["rows"] or (0, 0)
     spoken = None if header["spoken"] is None else tuple(header["spoken"])
-    rows = None if header["rows"] is None else Rows(keep, batch, length, spans, spoken=spoken)
+    rows = None if header["rows"] is None else Rows(keep, batch, length, spans, None, spoken, ids, segments)
     cache = Cache(sites, rows=rows, tokens=tokens, pos=pos)
     held = {sites.find(name): "tensor" for name in header["sites"]}
     cache._values = _Mapped(file, held)

@@ -18,6 +18,7 @@ from hooks.heap import give_back
 from hooks.layout import Layout
 from hooks.staged import Staged
 from hooks.stream import Stream, fitted
+from hooks.where import Rows
 from probe.card import Step
 from probe.engine import compute
 from probe.errors import Unmatched
@@ -152,8 +153,10 @@ class Walk:
         if x is None or hasattr(self, "R"):
             return
         self.dt = x.value.dtype
-        longest = max(stream.length for stream in self.asked.roots)
-        self.R = rotation(torch.arange(longest, device=self.device), self.dims, self.dt)
+        self.R: dict[Rows, Rotation] = {}
+        for rows in (stream.rows for stream in self.asked.roots):
+            ids = torch.arange(rows.length)[None] if rows.counted else rows.position_ids  # pads stand right
+            self.R[rows] = rotation(ids.to(self.device), self.dims, self.dt)
 
     def _arrive(self, block: int | None, roots: Sequence[Stream], chunk: Stream, members: Sequence[int]) -> None:
         """The residual stream comes in, and its edits act."""
@@ -263,8 +266,8 @@ class Walk:
         if constant is not None:
             return constant
         if need == "R":
-            pos = layout.places[1]
-            return Rotation(*(part[pos][None] for part in self.R))
+            world, pos = layout.places
+            return Rotation(*(part[world % len(part), pos][None] for part in self.R[stream.rows]))
         value = stream.at(need, layout, row.name)
         return torch.searchsorted(read["experts"], value) if need == "experts" and "experts" in read else value
 
@@ -300,7 +303,7 @@ class Walk:
             elif (constant := self._constant(need)) is not None:
                 args.append(constant)
             elif need == "R":
-                args.append(Rotation(*(part[: stream.length] for part in self.R)))
+                args.append(self.R[stream.rows])
             else:
                 args.append(stream.grid(need, cell, row.name))
         return args
@@ -326,7 +329,8 @@ class Walk:
         return Q, K, V, self.dims.tau
 
     def _hidden(self, stream: Stream, queries: slice = slice(None)) -> Tensor:
-        return causal_mask(stream.rows.keep, stream.length, self.dt, self.device, queries)
+        rows = stream.rows
+        return causal_mask(rows.keep, rows.length, self.dt, self.device, queries, rows.segments)
 
     def _square(self, stream: Stream, cell: int) -> Tensor:
         """O of a cell through S and A, which others may see and edit; [B T h v]."""
@@ -344,7 +348,7 @@ class Walk:
         mask = torch.zeros(stream.worlds, stream.length, dtype=torch.bool, device=self.device)
         for key in keys:
             if key is not None:
-                mask |= key.long().cummax(-1).values.bool()
+                mask |= stream.rows.onward(key)
         if asked is not None:
             mask |= asked
         mask &= stream.real.repeat(stream.cells, 1)
@@ -370,6 +374,7 @@ class Walk:
                 self.base.grid("V"),
                 self.dims.tau,
                 self.asked.piece,
+                None if self.base.rows.starts is None else self.base.rows.starts.to(self.device),
             )
             chunk.put("O", O, layout)
         if not self.explicit:

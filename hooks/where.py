@@ -19,6 +19,7 @@ from torch import Tensor
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, UnknownDim, nearest
+from probe.numerics import position_ids, text_starts
 
 Index = int | str | Sequence[int] | slice | Tensor
 """A place, several, a slice, a span's name, or (for positions) a mask [B, T] of the batch as it is padded."""
@@ -176,6 +177,27 @@ class Rows:
     spoken: tuple[int, ...] | None = None
     """Real tokens of each row that named positions count: the prompt's, where a forced answer stands behind it. What
     names no positions means all real ones. None: they count all."""
+    ids: Tensor | None = None
+    """[B T]: the position ids that rotate queries and keys. None: they count each text's real tokens from 0."""
+    segments: Tensor | None = None
+    """[B T]: which of the texts that a row packs each token belongs to. None: a row is one text."""
+
+    @classmethod
+    def of(
+        cls,
+        values: Tensor,
+        keep: Tensor | None,
+        spans: Sequence[Spans] | None = None,
+        spoken: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Rows:
+        """The rows of tokens, or of a residual stream, as a user says them, who may write into theirs later."""
+        keep, ids, segments = (None if given is None else given.clone() for given in (keep, positions, segments))
+        batch, length = values.shape[:2]
+        named = None if spans is None else tuple(spans)
+        said = None if spoken is None else tuple(spoken)
+        return cls(keep, batch, length, named, None, said, ids, segments)
 
     @cached_property
     def _masks(self) -> dict[Any, Tensor]:
@@ -214,6 +236,49 @@ class Rows:
     def first(self) -> list[int]:
         """The place of each row's first real token."""
         return [0] * self.batch if self.keep is None else [int(i) for i in self.keep.long().argmax(-1)]
+
+    @property
+    def counted(self) -> bool:
+        """Whether each row is one text whose positions count its real tokens."""
+        return self.ids is None and self.segments is None
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[B T], on the CPU; those of pads say nothing."""
+        ids = self.ids
+        if ids is None:
+            ids = position_ids(self.keep, self.length, torch.device("cpu"), self.segments)
+        return ids.cpu().long().expand(self.batch, -1)
+
+    @cached_property
+    def starts(self) -> Tensor | None:
+        """[B T]: the place at which each token's text starts; None: a row is one text."""
+        return None if self.segments is None else text_starts(self.keep, self.segments).cpu()
+
+    @cached_property
+    def begun(self) -> Tensor:
+        """[B T]: at which of its row's real tokens each token's text begins."""
+        if self.starts is None:
+            return torch.zeros(self.batch, self.length, dtype=torch.long)
+        return self.starts - torch.tensor(self.first)[:, None]
+
+    def onward(self, mask: Tensor) -> Tensor:
+        """[W T]: of each text, the places from the first true one on. World w stands on row w mod B."""
+        if self.starts is None:
+            return mask.long().cummax(-1).values.bool()
+        latest = torch.where(mask, torch.arange(self.length, device=mask.device), -1).cummax(-1).values
+        return (latest.view(-1, self.batch, self.length) >= self.starts.to(mask.device)).view(mask.shape)
+
+    def meets(self, other: Rows) -> Tensor:
+        """[B t]: as far as both reach, the places at which rows have the same position, in a text that begins alike;
+        a pad meets anything."""
+        t = min(self.length, other.length)
+        if self.counted and other.counted:
+            return torch.ones(self.batch, t, dtype=torch.bool)
+        real = self.mask(None, "T")[:, :t] & other.mask(None, "T")[:, :t]
+        turned = self.position_ids[:, :t] != other.position_ids[:, :t]
+        cut = self.begun[:, :t] != other.begun[:, :t]
+        return ~(real & (turned | cut))
 
     def shape(self, node: Step | Leaf, dims: Dims) -> tuple[int, ...]:
         """The shape that a tensor has on these rows."""

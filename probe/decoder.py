@@ -12,6 +12,7 @@ from probe.dims import Dims
 from probe.engine import Fork, Numerics, Plan, Weights, evaluate, plan
 from probe.errors import BadText, OutOfRange, ShapeMismatch
 from probe.numerics import causal_mask, position_ids, rotation
+from probe.positions import check_positions
 from probe.sites import Site, Sites
 
 SiteTap = Callable[[Site, Tensor], Tensor | Fork]
@@ -39,13 +40,20 @@ class Decoder:
         """How many blocks there are."""
         return self.dims.blocks
 
-    def check_tokens(self, tokens: Tensor, keep: Tensor | None, past: Mapping[Site, Tensor] | None = None) -> None:
-        """Refuse tokens or a mask that do not fit this model.
+    def check_tokens(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None,
+        past: Mapping[Site, Tensor] | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Refuse tokens, a mask, positions or segments that do not fit this model.
 
         Raises:
             ShapeMismatch: tokens are not [B T] integers, or the mask is of another shape, or has holes.
-            BadText: a token id outside the vocabulary, a row without a real token, or with too many (`check_length`).
-            OutOfRange: as `check_reach`.
+            BadText: a token id outside the vocabulary.
+            ShapeMismatch, BadText, OutOfRange: as `check_rows`.
         """
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
             raise ShapeMismatch(
@@ -55,19 +63,47 @@ class Decoder:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.dims.V:
                 raise BadText(f"token id {low if low < 0 else high} is outside the vocabulary of {self.dims.V}.")
-        self.check_keep(keep, tokens.shape[0], tokens.shape[1] + _past_length(past))
+        self.check_rows(keep, tokens.shape[0], tokens.shape[1] + _past_length(past), positions, segments)
 
-    def check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
-        """Refuse a mask that does not fit these rows, or rows that are too long.
+    def check_rows(
+        self,
+        keep: Tensor | None,
+        batch: int,
+        length: int,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> None:
+        """Refuse a mask, positions or segments that do not fit these rows, and texts that are too long.
 
         Raises:
-            ShapeMismatch: it is of another shape, or has holes.
-            BadText: a row has no real token, or too many (`check_length`).
+            ShapeMismatch: the mask is of another shape, or has holes.
+            BadText: a row has no real token.
+            ShapeMismatch, BadText, OutOfRange: as `probe.positions.check_positions` and `check_texts`.
+        """
+        self._check_keep(keep, batch, length)
+        if positions is not None or segments is not None:
+            check_positions(keep, positions, segments, [batch, length])
+        self.check_texts(keep, length, positions, segments)
+
+    def check_texts(
+        self, keep: Tensor | None, length: int, positions: Tensor | None, segments: Tensor | None, more: int = 0
+    ) -> None:
+        """Refuse texts that are too long, or stand too far, together with ``more`` tokens behind each.
+
+        Raises:
+            BadText: as `check_length`.
             OutOfRange: as `check_reach`.
         """
+        alone = keep is None and segments is None
+        last = length - 1 if alone else int(position_ids(keep, length, segments=segments).max())
+        far = last
+        if positions is not None:
+            far = int((positions if keep is None else positions[keep.to(positions.device).bool()]).max())
+        self.check_length(last + 1 + more)
+        self.check_reach(far + more)
+
+    def _check_keep(self, keep: Tensor | None, batch: int, length: int) -> None:
         if keep is None:
-            self.check_length(length)
-            self.check_reach(length - 1)
             return
         if keep.shape != (batch, length):
             raise ShapeMismatch(f"the mask of real tokens is {list(keep.shape)}; the tokens are {[batch, length]}.")
@@ -78,9 +114,6 @@ class Decoder:
             raise ShapeMismatch(
                 "the mask has holes: pads stand left or right of a row's tokens, not between or on both sides."
             )
-        longest = int(real.sum(-1).max())
-        self.check_length(longest)
-        self.check_reach(longest - 1)
 
     def check_length(self, longest: int) -> None:
         """Refuse a text that this model's indexers would act in: its attention is not full then, and ours is.
@@ -114,6 +147,8 @@ class Decoder:
         keep: Tensor | None = None,
         *,
         want: Iterable[Site | str] = (Site(None, "logits"),),
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
         edited: Collection[Site] = (),
         known: Mapping[Site, Tensor] | None = None,
         tap: SiteTap | None = None,
@@ -126,12 +161,17 @@ class Decoder:
 
         Args:
             tokens: [B, T] token ids; None where ``known`` has the stream into what is asked for.
-            keep: [B, T], true where a token is real; None: all are. Position ids count real tokens from 0.
+            keep: [B, T], true where a token is real; None: all are.
             want: what to return, in any spelling.
+            positions: [B, T], the position ids that rotate queries and keys, rising within each text; those of pads
+                say nothing. None: they count each text's real tokens from 0.
+            segments: [B, T], an id for each of the texts that a row packs, one behind the other: attention stays
+                within each. None: a row is one text.
             edited: sites whose value ``tap`` may change. Nothing above them is recomputed where ``known`` has it.
             known: values of an earlier run on the same tokens; those that no edit reaches are taken, not made.
             tap: sees every value that is made.
-            past: keys and values (``K``, ``V``) of the positions before these tokens; ``keep``, if given, covers both.
+            past: keys and values (``K``, ``V``) of the positions before these tokens; ``keep``, ``positions`` and
+                ``segments``, if given, cover both.
                 Taps see those of the new positions; what is wanted of K and V is whole, to be the next step's past.
             watched: sites that ``tap`` shall see; they are made or taken, and not held.
             chunks: sites of which ``show`` may see chunks of queries instead; see `plan`.
@@ -140,10 +180,11 @@ class Decoder:
             The wanted values, as everything below them sees them.
         """
         if tokens is not None:
-            self.check_tokens(tokens, keep, past)
+            self.check_tokens(tokens, keep, past, positions, segments)
         wanted = tuple(dict.fromkeys(self.sites.find(site) for site in want))
         asked = _Asked.of(wanted, edited, watched, chunks)
-        made = _Walk(self, tokens, keep, asked, known or {}, tap, past or {}, show).go()
+        rows = _Rows(keep, positions, segments)
+        made = _Walk(self, tokens, rows, asked, known or {}, tap, past or {}, show).go()
         return {site: made[site] for site in wanted}
 
     def __call__(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -180,6 +221,23 @@ class _Asked(NamedTuple):
         return tuple(dict.fromkeys(name for part in self for name in part.get(block, ())))
 
 
+class _Rows(NamedTuple):
+    """What a run is told of its rows' places: see `Decoder.run`."""
+
+    keep: Tensor | None
+    positions: Tensor | None
+    segments: Tensor | None
+
+    def frame(self, length: int, new: int, dims: Dims, like: Tensor) -> dict[str, Any]:
+        """The inputs that are one for all blocks, ``R`` and ``M``, of the last ``new`` positions."""
+        ids = self.positions
+        if ids is None:
+            ids = position_ids(self.keep, length, like.device, self.segments)
+        here = slice(length - new, length)
+        mask = causal_mask(self.keep, length, like.dtype, like.device, here, self.segments)
+        return {"R": rotation(ids.to(like.device)[..., here], dims, like.dtype), "M": mask}
+
+
 class _Walk:
     """One pass over the blocks. ``clean`` until the first edit: until then, known values stand."""
 
@@ -187,14 +245,14 @@ class _Walk:
         self,
         decoder: Decoder,
         tokens: Tensor | None,
-        keep: Tensor | None,
+        rows: _Rows,
         asked: _Asked,
         known: Mapping[Site, Tensor],
         tap: SiteTap | None,
         past: Mapping[Site, Tensor],
         show: SiteShow | None,
     ) -> None:
-        self.decoder, self.tokens, self.keep, self.past = decoder, tokens, keep, past
+        self.decoder, self.tokens, self.rows, self.past = decoder, tokens, rows, past
         self.tap = _with_past(tap, past) if past else tap
         self.asked, self.known, self.show = asked, known, show
         self.out: dict[Site, Tensor] = {}
@@ -249,15 +307,13 @@ class _Walk:
     def _block(self, block: int, names: tuple[str, ...], x: Tensor | None, pass_on: bool) -> Tensor | None:
         known = self._known_of(block)
         given = {**known, **({} if x is None else {"x_n": x})}
-        dtype, device = given["x_n"].dtype, given["x_n"].device
         if self.frame is None:
             new = given["x_n"].shape[1]
             length = new + _past_length(self.past)
             if self.tokens is None:  # else it is checked
-                self.decoder.check_keep(self.keep, given["x_n"].shape[0], length)
-            ids = position_ids(self.keep, length, device)[..., -new:]
-            mask = causal_mask(self.keep, length, dtype, device)[..., -new:, :]
-            self.frame = {"R": rotation(ids, self.decoder.dims, dtype), "M": mask}
+                rows = self.rows
+                self.decoder.check_rows(rows.keep, given["x_n"].shape[0], length, rows.positions, rows.segments)
+            self.frame = self.rows.frame(length, new, self.decoder.dims, given["x_n"])
         return self._part(block, names, {**given, **self.frame}, "x_next" if pass_on else None)
 
     def _part(

@@ -72,11 +72,30 @@ def rotate(x: Tensor, R: Rotation) -> Tensor:
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
 
 
-def position_ids(keep: Tensor | None, length: int, device: torch.device | None = None) -> Tensor:
-    """Positions of the tokens, [T], or [B, T] with a mask: 0, 1, … over each row's real ones, 0 before them."""
+def position_ids(
+    keep: Tensor | None, length: int, device: torch.device | None = None, segments: Tensor | None = None
+) -> Tensor:
+    """Positions of the tokens, [T], or [B, T] with a mask or segments: 0, 1, … over each row's real ones, anew in each
+    segment, 0 before them."""
+    if segments is not None:
+        counted = position_ids(keep, length, device).expand(segments.shape)
+        return counted - counted.gather(-1, text_starts(keep, segments).to(device))
     if keep is None:
         return torch.arange(length, device=device)
     return (keep.to(device=device, dtype=torch.long).cumsum(-1) - 1).clamp(min=0)
+
+
+def text_starts(keep: Tensor | None, segments: Tensor) -> Tensor:
+    """For each place of packed rows, [B, T], the place at which its text starts: the run of one id in ``segments``
+    ([B, T], integers) that it stands in; of pads it means nothing."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    if keep is not None:
+        real = keep.to(device=segments.device, dtype=torch.bool)
+        begins[:, 1:] |= ~real[:, :-1]
+        begins &= real
+    places = torch.arange(segments.shape[1], device=segments.device)
+    return torch.where(begins, places, 0).cummax(-1).values
 
 
 def causal_mask(
@@ -85,15 +104,20 @@ def causal_mask(
     dtype: torch.dtype,
     device: torch.device | None = None,
     queries: slice = slice(None),
+    segments: Tensor | None = None,
 ) -> Tensor:
     """The additive mask: 0 where a query may look, a number below all scores elsewhere (see `forbidden`).
 
-    [T, S] without pads, [B, 1, T, S] with: pad keys are hidden from everyone. A pad query sees no key at all; its row
-    is then equal everywhere, so that softmax stays finite. Of these ``queries`` alone.
+    [T, S] without pads and segments, [B, 1, T, S] with: pad keys are hidden from everyone, and the keys of a segment
+    from all others. A pad query sees no key at all; its row is then equal everywhere, so that softmax stays finite. Of
+    these ``queries`` alone.
     """
     places = torch.arange(length, device=device)
-    causal = places <= places[queries, None]
-    allowed = causal if keep is None else causal & keep.to(device=device, dtype=torch.bool)[:, None, None, :]
+    allowed = places <= places[queries, None]
+    if keep is not None:
+        allowed = allowed & keep.to(device=device, dtype=torch.bool)[:, None, None, :]
+    if segments is not None:
+        allowed = allowed & (places >= text_starts(keep, segments).to(device)[:, None, queries, None])
     return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, forbidden(dtype))
 
 

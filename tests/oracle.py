@@ -211,8 +211,15 @@ class Oracle:
         """The same weights as ours; most are views, the fused experts among them."""
         return from_state(self.model.state_dict(), self.dims)
 
-    def show(self, tokens: Tensor, keep: Tensor | None = None) -> Shown:
-        """Run on tokens ([B T]; ``keep`` true where real) and return every value it can be made to show."""
+    def show(
+        self,
+        tokens: Tensor,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Shown:
+        """Run on tokens ([B T]; ``keep`` true where real; at these position ids, each segment alone, by a mask over
+        pairs) and return every value it can be made to show."""
         watch, handles = _Watch(), []
         for full, module in self.model.named_modules():
             name = re.sub(r"^model\.language_model", "model", full)
@@ -233,13 +240,19 @@ class Oracle:
         if keep is not None:
             given["attention_mask"] = keep.long()
             given["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)
+        seen = visible(tokens, keep, segments)
+        if positions is not None:
+            given["position_ids"] = positions.masked_fill(~real_of(tokens, keep), 0)
+        if positions is not None or segments is not None:  # without a mask, a gap would mean another text to it
+            hidden = torch.zeros(seen[:, None].shape).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+            given["attention_mask"] = hidden.to(self.model.dtype)
         try:
             with torch.no_grad(), watch:
                 self.model(tokens, **given)
         finally:
             for handle in handles:
                 handle.remove()
-        return Shown(self, watch, tokens, keep)
+        return Shown(self, watch, tokens, keep, seen)
 
 
 class Shown:
@@ -250,12 +263,13 @@ class Shown:
         R: cosines and sines, [T r/2] or [B T r/2].
         M: the additive mask.
         real: [B T], true where a token is real.
+        seen: [B T S], true where a real query may look.
     """
 
-    def __init__(self, oracle: Oracle, watch: _Watch, tokens: Tensor, keep: Tensor | None) -> None:
+    def __init__(self, oracle: Oracle, watch: _Watch, tokens: Tensor, keep: Tensor | None, seen: Tensor) -> None:
         self.dims, self.watch = oracle.dims, watch
         self.batch = tokens.shape
-        self.real = torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep.bool()
+        self.real, self.seen = real_of(tokens, keep), seen
         self.values: dict[Site, Tensor] = {Site(None, "x_0"): watch.outputs["model.embed_tokens"]}
         for i, moe in enumerate(self.dims.moe):
             inside = {**self._attention(i), **(self._moe(i) if moe else self._dense(i))}
@@ -378,6 +392,18 @@ def _gap(scores: Tensor, chosen: int) -> float:
     return float((ranked[..., chosen - 1] - ranked[..., chosen]).min())
 
 
+def real_of(tokens: Tensor, keep: Tensor | None) -> Tensor:
+    """[B T], true where a token is real."""
+    return torch.ones_like(tokens, dtype=torch.bool) if keep is None else keep.bool()
+
+
+def visible(tokens: Tensor, keep: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    """[B T S], true where a real query may look: at itself and at real tokens before it, of its own segment."""
+    real, T = real_of(tokens, keep), tokens.shape[1]
+    seen = torch.ones(T, T, dtype=torch.bool).tril() & real[:, None, :] & real[:, :, None]
+    return seen if segments is None else seen & (segments[:, :, None] == segments[:, None, :])
+
+
 def padding(lengths: list[int], side: str) -> Tensor:
     """The mask of real tokens of rows of these lengths, padded on the ``left`` or the ``right``."""
     longest = max(lengths)
@@ -387,12 +413,14 @@ def padding(lengths: list[int], side: str) -> Tensor:
     return torch.tensor(rows)
 
 
-def draw(oracle: Oracle, batch: int, length: int, keep: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Shown]:
+def draw(
+    oracle: Oracle, batch: int, length: int, keep: Tensor | None = None, seed: int = 0, **places: Tensor | None
+) -> tuple[Tensor, Shown]:
     """Tokens without a near-tie of the router, and what the oracle shows on them: near-ties are redrawn."""
     for attempt in range(100):
         generator = torch.Generator().manual_seed(1000 * attempt + seed)
         tokens = torch.randint(0, oracle.dims.V, (batch, length), generator=generator)
-        shown = oracle.show(tokens, keep)
+        shown = oracle.show(tokens, keep, **places)
         if shown.margin > 3e-5:
             return tokens, shown
     raise AssertionError("a hundred draws, each with a near-tie of the router")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,11 +95,13 @@ def _run(
     model: HookedModel, ask: Ask, live: Live, edits: Sequence[Edit], want: Sequence[Site], base: Run | None = None
 ) -> Run:
     rows = live.rows
+    asked: dict[str, Any] = {"want": want, "edits": edits, "base": base, "spans": rows.spans}
+    asked |= {"positions": rows.ids, "segments": rows.segments}
     if ask.first >= 0:
         assert live.x_n is not None
-        return model.run_block(ask.first, live.x_n, rows.keep, want=want, edits=edits, base=base, spans=rows.spans)
+        return model.run_block(ask.first, live.x_n, rows.keep, **asked)
     assert live.tokens is not None
-    return model.run(live.tokens, rows.keep, want=want, edits=edits, base=base, spans=rows.spans, spoken=rows.spoken)
+    return model.run(live.tokens, rows.keep, spoken=rows.spoken, **asked)
 
 
 def _of_runs(model: HookedModel, ask: Ask, cell: Cell, base: Run, sources: Mapping[int, Run]) -> list[Edit]:

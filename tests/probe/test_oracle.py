@@ -152,9 +152,7 @@ def scores_close(ours: Tensor, theirs: Tensor, shown: Shown, what: object) -> fl
     """Scores where a query may look, by the scores' own size; elsewhere both below any score."""
     assert ours.shape == theirs.shape, what
     assert ours.isfinite().all(), what
-    T = shown.real.shape[1]
-    open_ = torch.ones(T, T, dtype=torch.bool).tril() & shown.real[:, None, :] & shown.real[:, :, None]
-    open_ = open_[:, None].expand_as(theirs)
+    open_ = shown.seen[:, None].expand_as(theirs)
     shut = ~open_ & shown.real[:, None, :, None]
     assert (ours[shut] < -1e30).all(), what
     assert (theirs[shut] < -1e30).all(), what
