@@ -29,10 +29,6 @@ COPIED = 32
 """Multiplications that take about as long as a number's copy."""
 
 
-MAPPED = 1 << 25
-"""A block of more bytes is mapped by itself: what isn't used of it takes nothing, and it is given back whole. Smaller
-ones of ever other sizes leave the heap in splinters, of three times their bytes."""
-
 PIECE = 1 << 25
 """Bytes that a piece takes at most, where memory allows: larger ones are no faster."""
 
@@ -98,14 +94,15 @@ def attend_worlds(
     ]
     numbers = h * max((piece.pairs for piece in pieces), default=0)
     wide = torch.promote_types(out.dtype, torch.float32)
-    room = _room(numbers, wide, out.device), _room(numbers, wide, out.device)
+    room = out.new_empty(numbers, dtype=wide), out.new_empty(numbers, dtype=wide)
     for piece in pieces:
         _attend_piece(out, piece, Q, K, V, base_K, base_V, tau, room, starts)
     return out[None, :N]
 
 
 Room = tuple[Tensor, Tensor]
-"""Where scores are made, and where their pattern is."""
+"""Where scores are made, and where their pattern is: once for all pieces, as blocks of ever other sizes would leave the
+heap in splinters."""
 
 
 def attend_rows(Q: Tensor, K: Tensor, V: Tensor, tau: float, mask: Callable[[slice], Tensor]) -> Tensor:
@@ -116,7 +113,7 @@ def attend_rows(Q: Tensor, K: Tensor, V: Tensor, tau: float, mask: Callable[[sli
     """
     (B, T, h, _), keys, values = Q.shape, K.permute(0, 2, 3, 1), V.transpose(1, 2)
     numbers = B * h * min(T, QUERY_CHUNK) * K.shape[1]
-    room = _room(numbers, Q.dtype, Q.device), _room(numbers, torch.float32, Q.device)
+    room = Q.new_empty(numbers), Q.new_empty(numbers, dtype=torch.float32)
     O = V.new_empty(B, T, h, V.shape[-1])
     for rows in query_chunks(T):
         queries = Q[:, rows].transpose(1, 2)
@@ -125,11 +122,6 @@ def attend_rows(Q: Tensor, K: Tensor, V: Tensor, tau: float, mask: Callable[[sli
         torch.softmax(S, dim=-1, dtype=torch.float32, out=A)
         O[:, rows] = (A.to(S.dtype) @ values).transpose(1, 2)
     return O
-
-
-def _room(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for so many numbers, made once for all chunks or pieces."""
-    return torch.empty(max(numbers, MAPPED // dtype.itemsize + 1), dtype=dtype, device=device)
 
 
 def _attend_piece(

@@ -14,7 +14,7 @@ from hooks.attend import Packed, attend_rows, attend_worlds
 from hooks.cells import Live, Look, Outcome, Read
 from hooks.edits import SCORES, Freeze
 from hooks.flips import Flips
-from hooks.heap import give_back
+from hooks.heap import give_back, resident
 from hooks.layout import Layout
 from hooks.staged import Staged
 from hooks.stream import Stream, fitted
@@ -27,11 +27,6 @@ from probe.sites import Site
 
 FEW = 512
 """Rows up to which a stream shares its products with others."""
-
-
-LARGE = 1 << 26
-"""Bytes of a sweep beyond which memory that is free goes back to the system after each step: a heap of blocks of ever
-other sizes comes to three times what is alive in it."""
 
 
 class Walk:
@@ -47,6 +42,7 @@ class Walk:
         self.asked, self.look, self.tick = asked, look, tick
         self.sites, self.dims, self.device, self.base = asked.sites, asked.dims, asked.device, asked.base
         self.weights, self.numerics = asked.model.decoder.weights, asked.model.decoder.numerics
+        self.most = resident() + asked.forecast.bytes
         self.flips = Flips(self.sites, self.base, asked.ats)
 
     def go(self) -> None:
@@ -82,7 +78,7 @@ class Walk:
                 for stream in (chunk, *(running if chunk is chunks[-1] else ())):
                     for name in set(drops) - self.asked.lasting:
                         stream.drop(name)
-                if drops and self.asked.forecast.bytes > LARGE:
+                if drops and resident() > self.most:  # blocks of ever other sizes leave gaps in the heap
                     give_back()
             self._leave(chunk)
         for stream in running:

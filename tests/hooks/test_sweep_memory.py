@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hooks import Cell, Edit, HookedModel, Live, attend, edit, knock_out, outlook, patch, scale, sweep, zero
+from hooks import Cell, Edit, HookedModel, Live, edit, knock_out, outlook, patch, scale, sweep, zero
 from hooks.peak import HEAP, _Meter
 from probe import Dims, ProbeError, random_weights
 
@@ -32,11 +32,6 @@ KINDS: dict[str, Callable[[Live, int], list[Edit]]] = {
     "edges": lambda s, T: [knock_out(b, T=-1, S=p) for b in range(3) for p in range(4)],
     "weights": lambda s, T: [scale("W_O", b, factor=2.0) for b in range(3)] + [scale("W_1_e", 1, factor=2.0)],
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_more_than_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "MAPPED", 0)
 
 
 def draw(batch: int, length: int, seed: int) -> torch.Tensor:
