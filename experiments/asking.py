@@ -144,7 +144,7 @@ class Ask:
         self.tokens, self.keep = padded(rows, model.device)
         self.spans: tuple[Spans, ...] = tuple(prompts.rows[p].spans for p in self.prompt_of)
         self.spoken = tuple(len(prompts.rows[p].tokens) for p in self.prompt_of)
-        self.rows = Rows(self.keep, len(self.spoken), self.tokens.shape[1], self.spans, spoken=self.spoken)
+        self.rows = Rows.of(self.tokens, self.keep, self.spans, self.spoken)
         here = {metric.name: self._places(metric) for metric in self.metrics if metric.reads is not None}
         said = {key: self._forced(spelt, tails) for key, spelt in answers.items()}
         read = [set[int]() for _ in self.prompt_of]

@@ -194,7 +194,10 @@ class _Circuit(NamedTuple):
         where = [_where(model, node, ask, how) for node in every]
         last = max((node.site.block for node in every if node.site.block is not None), default=None)
         ablated = ([(every[i], where[i]) for i in sorted(one)] for one in sets)
-        cells = [Asked(tuple(partial(_edits, some, how, each) for each in rows), {}, last) for some in ablated]
+        cells = [
+            Asked(tuple(partial(_edits, some, how, each, seed + i) for i, each in enumerate(rows)), {}, last)
+            for some in ablated
+        ]
         return cls(ask, every, own, tests, cells, {one: i for i, one in enumerate(sets)}, source)
 
     def by_test(self, found: Measured) -> list[Measured]:
@@ -334,7 +337,7 @@ def _where(model: HookedModel, node: Node, ask: Ask, how: Rest) -> dict[str, Any
 
 
 def _edits(
-    some: Sequence[tuple[Node, dict[str, Any]]], how: Rest, rows: Sequence[int] | None, source: Source
+    some: Sequence[tuple[Node, dict[str, Any]]], how: Rest, rows: Sequence[int] | None, seed: int, source: Source
 ) -> list[Edit]:
     """All of these nodes replaced; those that differ in a head or an expert alone by one edit."""
     together: dict[Any, tuple[Node, dict[str, Any]]] = {}
@@ -344,4 +347,4 @@ def _edits(
         _, before = together.setdefault(key, (node, {**where, dim: []} if dim else where))
         if dim:
             before[dim].append(where[dim])
-    return [ablation(how, node.site, source, where, rows, 0) for node, where in together.values()]
+    return [ablation(how, node.site, source, where, rows, seed) for node, where in together.values()]

@@ -123,7 +123,7 @@ COLUMNS: dict[str, Column] = {
     "spread": Column("Float64", "standard deviation of the effects of these random directions"),
     "routing_agreement": Column("Float64", "mean share of chosen experts that base and edited run have in common"),
     "flips": Column("Int64", "number of changed choices of an expert"),
-    "touched": Column("Int64", "number of values that the edit met"),
+    "touched": Column("Int64", "number of places that the edits met (rows of a tensor's last axis), each counted once"),
     "noise_floor": Column("Float64", "twice the root mean square of the effects of one-ulp noise at the edited place"),
     "same_as": Column("string", "tensor of the same block, edit and place whose cell this equals by construction"),
 }

@@ -185,7 +185,9 @@ def lesson(sets: Sequence[Prompts], true: Truth, folds: int, draws: int, seed: i
     groups = [prompt.group for prompts in sets for prompt in prompts.rows]
     n, rng = len(sets[0]), np.random.default_rng(seed)
     fold_of = dealt(groups[:n], true.values[:n], folds, rng)
-    shuffles = [np.resize(shuffled(true.values[:n], groups[:n], rng), len(groups)) for _ in range(draws)]
+    order = sets[0].in_order  # so that a shuffle hangs on texts, and not on how they stand
+    back, by_text = np.argsort(order), [groups[i] for i in order]
+    shuffles = [np.resize(shuffled(true.values[order], by_text, rng)[back], len(groups)) for _ in range(draws)]
     values = np.stack([true.values, *shuffles], axis=1)
     targets = np.eye(len(true.classes))[values.astype(int)] if true.classes else values[..., None]
     fold = np.array([fold_of.get(group, -1) for group in groups])

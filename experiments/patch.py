@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 
 from experiments import stats
@@ -27,7 +26,7 @@ from experiments.options import By, Direction
 from experiments.parts import Part, columns, listed, parts, place
 from experiments.prompts import Prompts
 from experiments.study import chosen_sites, common
-from hooks import Edit, HookedModel, Live, add, freeze
+from hooks import Edit, HookedModel, Live, freeze, noise
 from hooks import patch as patched
 from hooks.cells import BUDGET
 from probe.errors import BadEdit
@@ -67,7 +66,7 @@ def patch(
         direction: see above.
         noise_at: the corrupt run is the clean prompt with noise on its embedding at this span or position; None: it is
             the prompts' own corrupt text.
-        noise_std: of that noise, in standard deviations of the embeddings.
+        noise_std: of that noise, in standard deviations of the prompt's own embeddings.
         frozen: tensors that are held at the base's values from the patch on: ``experts``, ``gates``, ``A``, ``s_*``.
         metrics: names, see `experiments.metrics.metric`; None: the usual ones of the logits.
         seed, draws: of the noise, and how many draws of it; metrics are averaged over them.
@@ -211,7 +210,7 @@ class _Pair(NamedTuple):
         cls, model: HookedModel, prompts: Prompts, options: _Options, metrics: Sequence[str] | None, seed: int
     ) -> _Pair:
         """All that follows from the arguments of `patch`."""
-        corrupted = None if options.noise_at is None else (_noise(model, prompts, options, metrics, seed),)
+        corrupted = None if options.noise_at is None else (_noise(options, seed),)
         made = sides(model, prompts, options.direction, metrics, corrupted=corrupted)
         by_name = "role" in listed(options.by) or isinstance(options.at, str)
         check_lengths(made.ask, made.source_ask, by_role=by_name)
@@ -235,18 +234,12 @@ class _Pair(NamedTuple):
         )
 
 
-def _noise(model: HookedModel, prompts: Prompts, options: _Options, metrics: Sequence[str] | None, seed: int) -> Edit:
-    """Noise on the embedding, the same in all rows of a prompt (of answers of several tokens)."""
+def _noise(options: _Options, seed: int) -> Edit:
+    """Noise on the embedding; it is the same in all rows of a prompt (of answers of several tokens)."""
     assert options.noise_at is not None, "there is a place"
     if not 0 < options.noise_std < float("inf"):
         raise BadEdit(f"noise_std={options.noise_std}: a standard deviation is above 0.")
-    ask, (tokens, keep) = Ask(model, prompts, metrics or usual(prompts)), prompts.batch(model.device)
-    x_0 = model.run(tokens, keep, want="x_0")["x_0"].float()
-    spread = x_0[slice(None) if keep is None else keep].std().cpu()
-    drawn = torch.randn(x_0.shape, generator=torch.Generator().manual_seed(seed))
-    noise = torch.zeros(*ask.tokens.shape, x_0.shape[-1])
-    noise[:, : tokens.shape[1]] = options.noise_std * spread * drawn[ask.prompt_of]
-    return add("x_0", direction=noise, T=options.noise_at)
+    return noise("x_0", std=options.noise_std, relative=True, seed=seed, T=options.noise_at)
 
 
 def usual(prompts: Prompts) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hooks import draws
+from hooks.where import Rows
 from probe import TINY, Tokenizer
 from probe.errors import BadText, asking, nearest
 from probe.headers import expanded, parsed
@@ -506,20 +507,26 @@ class Prompts:
         rows = [[tokens[0] for tokens in answer.tokens] for answer in answers]
         return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
 
+    @property
+    def in_order(self) -> list[int]:
+        """The rows in an order that hangs on their texts, and not on how they stand here."""
+        return _in_a_batch(self).in_order
+
     def draw(self, reference: Prompts, seed: int) -> list[int]:
         """For each row, a reference row of the same length and spans and another text, drawn by ``seed``.
 
-        Among those, rows of the same template and of another group are preferred.
+        Among those, rows of the same template and of another group are preferred. Which is drawn hangs on the row's own
+        text, not on its place here, nor on the order of the reference rows.
 
         Raises:
             BadText: a row has none.
         """
-        rng = random.Random(seed)
+        bits = draws.hashed(_in_a_batch(self).prompts, seed)
         by_place: dict[tuple[Any, ...], list[int]] = {}
-        for j, other in enumerate(reference.rows):
-            by_place.setdefault(other.shape[1:], []).append(j)
+        for j in reference.in_order:
+            by_place.setdefault(reference.rows[j].shape[1:], []).append(j)
         drawn = []
-        for prompt in self.rows:
+        for i, prompt in enumerate(self.rows):
             fits = [j for j in by_place.get(prompt.shape[1:], []) if reference.rows[j].tokens != prompt.tokens]
             if not fits:
                 spans = ", ".join(f"{name} at {first}" for name, first, _ in prompt.shape.spans)
@@ -528,8 +535,14 @@ class Prompts:
                     f" ({len(prompt.tokens)} tokens, {spans}). Give reference prompts of that shape, or edit by zero."
                 )
             ranks = {j: _rank(reference.rows[j], prompt) for j in fits}
-            drawn.append(rng.choice([j for j in fits if ranks[j] == min(ranks.values())]))
+            best = [j for j in fits if ranks[j] == min(ranks.values())]
+            drawn.append(best[int(draws.below(bits[i], len(best)))])
         return drawn
+
+
+def _in_a_batch(prompts: Prompts) -> Rows:
+    tokens, keep = prompts.batch()
+    return Rows.of(tokens, keep)
 
 
 def _rank(other: Prompt, prompt: Prompt) -> tuple[bool, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hooks import draws
 from hooks.edits import (
     PER_SLOT,
     ROTATED,
@@ -31,10 +32,11 @@ from hooks.edits import (
     Zero,
     onto,
 )
-from hooks.where import FEATURE, Mask, Numbers, Place, Rows, along, axis_of, indices, one_hot
+from hooks.where import FEATURE, Mask, Numbers, Place, Rows, Span, along, axis_of, indices, one_hot
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, ShapeMismatch, Unmatched, asking
+from probe.moe import in_groups
 from probe.numerics import forbidden, rotate, rotation
 from probe.sites import Site, Sites
 from probe.weights import weight_shape
@@ -46,6 +48,12 @@ if TYPE_CHECKING:
 
 NO_ROWS = Rows(None, 0, 0)
 """What a weight's edit is bound to: weights have no rows."""
+
+WHOLE = Span(None, None, None)
+"""All positions that can be named: a prompt's, without the answer behind it."""
+
+ROUTER = ("W_g", "b", "router_logits", "affinity", "choice_score")
+"""What is edited to move the choice of experts, and may leave a token too few."""
 
 
 class At:
@@ -60,6 +68,15 @@ class At:
         """Readers that alone see it; empty: all do."""
         self.seen: Mapping[str, Tensor] = {}
         self.touched = 0
+        """Places that it met when it last acted, and no edit `before` it: entries of its mask before the last axis."""
+        self.before: Sequence[At] = ()
+        """The edits that were given before it for the same site."""
+        self.number = 0
+        """Its place among the edits of a run."""
+        self.measured: Tensor | None = None
+        """The `spread` that it took last; in a step of decoding, the prompt's."""
+        self.stretch: slice | None = None
+        """Of values that go on before or behind its rows, the columns of these; None: values are of its rows."""
         self.moved = False
         """Whether it takes from other places than those it comes to."""
         self.strange = False
@@ -126,6 +143,11 @@ class At:
         return (isinstance(how, Function) and not how.position_wise) or (isinstance(how, Noise) and how.relative)
 
     @property
+    def hidden(self) -> bool:
+        """Whether none of its places can be seen: all its keys come after its queries, or its mask is empty."""
+        return not self.is_weight and not bool(self.real(self.blank, self.where).any())
+
+    @property
     def whole(self) -> bool:
         """Whether nothing of the old value is left for those who read it."""
         return self.edit.how.replaces and not (self.edit.where or self.into or self.edit.within or self.edit.through)
@@ -186,8 +208,11 @@ class At:
                 self._check_reference(how.source.rows)
         if isinstance(how, KnockOut):
             self._check_keys_left(self.real(self.blank) & ~self.real(self.blank, self.where))
-        if isinstance(how, Exclude) and int(self.mask(self.blank).sum(-1).max()) > self.dims.e - self.dims.k:
-            raise BadEdit(f"{self.edit}: fewer than {self.dims.k} experts are left to choose from.")
+        excludes = isinstance(how, Set) and name == "choice_score" and bool((how.to.tensor == float("-inf")).all())
+        if isinstance(how, Exclude) or excludes:
+            left = (~self.mask(self.blank)).sum(-1)
+            if int(left.min()) < self.dims.k:
+                raise too_few([self], self.dims)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,12 +243,40 @@ class At:
     def __call__(self, value: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
         """The edited value; ``value`` itself is left as it was. ``seen`` holds the block's ``experts`` and
         ``choice_score``."""
-        self.seen = seen
+        self.seen = self.cut_seen(seen)
+        if self.stretch is None:
+            return self._made(value)
+        part = self.cut(value)
+        made = self._made(part)
+        more = made.shape[2] - part.shape[2] if self.adds else 0  # slots for experts that only the source chose
+        out = (
+            torch.cat([value, value.new_zeros(*value.shape[:2], more, *value.shape[3:])], 2) if more else value.clone()
+        )
+        self.cut(out).copy_(made)
+        return out
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Of a longer value, that of its rows; a view."""
+        if self.stretch is None:
+            return value
+        if self.node.name in SCORES:
+            return value[:, :, self.stretch, : self.stretch.stop]
+        return value[:, self.stretch]
+
+    def cut_seen(self, seen: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What its block has shown, on its rows."""
+        return seen if self.stretch is None else {name: value[:, self.stretch] for name, value in seen.items()}
+
+    def _made(self, value: Tensor) -> Tensor:
+        """The edited value, on its own rows."""
         if self.node.name == "delta_experts" and value.shape[2] > self.dims.k:  # an edit before has added experts
             k = self.dims.k
-            return torch.cat([self(value[:, :, :k], seen), value[:, :, k:]], dim=2)
+            return torch.cat([self._made(value[:, :, :k]), value[:, :, k:]], dim=2)
         mask = self.mask(value)
-        self.touched = int(mask.any(-1).sum())
+        met = mask.any(-1)
+        for at in self.before:
+            met = met & ~at.mask(value).any(-1)
+        self.touched = int(met.sum())
         for at, met in zip(self.parts, mask.chunk(max(1, len(self.parts)), dim=min(1, mask.ndim - 1)), strict=False):
             at.touched = int(met.any(-1).sum())
         if self.edit.through is not None:
@@ -390,10 +443,10 @@ class At:
                     f"{self.edit}: the source has {source.rows.batch} rows for {self.rows.batch}; say which by rows=."
                 )
             return list(range(self.rows.batch)) if source.rows.batch > 1 else [0] * self.rows.batch
-        generator = torch.Generator().manual_seed(self.edit.how.seed)
+        bits = draws.hashed(self.rows.prompts, self.edit.how.seed)
         drawn = []
         for b, length in enumerate(lengths):
-            fits = [j for j, n in enumerate(theirs) if n >= length or b not in self.among]
+            fits = [j for j in source.rows.in_order if theirs[j] >= length or b not in self.among]
             if not fits:
                 raise BadEdit(f"{self.edit}: no reference prompt has the {length} tokens of row {b}; give longer ones.")
             if b in self.among:
@@ -401,7 +454,7 @@ class At:
                 fits = [j for j in fits if self._at_home(source.rows, b, j, here, here)]
             if not fits:
                 raise BadEdit(self._strange_reference)
-            drawn.append(fits[int(torch.randint(len(fits), (), generator=generator))])
+            drawn.append(fits[int(draws.below(bits[b], len(fits)))])
         return drawn
 
     def _came_from(self, source: Source) -> Tensor:
@@ -590,6 +643,9 @@ class At:
 
     def overlaps(self, other: At, value: Tensor) -> bool:
         """Whether both name some same part of ``value``, or the contribution of an expert that may join it."""
+        if self.stretch != other.stretch:
+            return False
+        value = self.cut(value)
         if bool((self.mask(value) & other.mask(value)).any()):
             return True
         return (self.adds or other.adds) and bool((self._may_add() & other._may_add()).any())
@@ -605,18 +661,19 @@ class At:
         """Each slot's value from a random reference token that chose the same expert."""
         theirs, pool = source.cache[Site(self.site.block, "experts")], self.held(source, self.node.name)
         real = source.rows.mask(None, "T").to(theirs.device)[..., None]
-        generator = torch.Generator().manual_seed(seed)
+        bits = draws.hashed(self._texts(), seed)
         out, ours = value.clone(), self.seen["experts"]
         slots = self.mask(value).flatten(2).view(*ours.shape, -1).any(-1)
         for e in torch.unique(ours[slots]).tolist():
             found = ((theirs == e) & real).nonzero()
             if not len(found):
                 raise Unmatched(f"{self.edit}: no reference token chose expert {e} of block {self.site.block}.")
+            if source.rows.content is not None:
+                found = found[source.rows.texts[*found[:, :2].cpu().T].argsort(stable=True).to(found.device)]
             here = slots & (ours == e)
-            pick = found[torch.randint(len(found), (int(here.sum()),), generator=generator).to(found.device)].to(
-                pool.device
-            )
-            out[here] = pool[pick[:, 0], pick[:, 1], pick[:, 2]].to(value.device, value.dtype)
+            drawn = draws.below(draws.hashed(bits[*here.nonzero()[:, :2].cpu().T], e), len(found))
+            pick = found[drawn.to(found.device)].to(pool.device)
+            out[here] = pool[*pick.T].to(value.device, value.dtype)
         return out
 
     def mean_of(self, source: Source, value: Tensor, over: str | None) -> Tensor:
@@ -691,11 +748,44 @@ class At:
 
     # ---- checks that edits ask for -----------------------------------------------------------------------------
 
-    def spread(self, value: Tensor) -> float:
-        """The tensor's own standard deviation, over real tokens and visible keys (of a weight, over all)."""
-        if self.is_weight or self.edit.through is not None:
-            return float(value.float().std())
-        return float(value[self.real(value).expand(value.shape)].float().std())
+    def bits(self, value: Tensor, seed: int) -> Tensor:
+        """What to draw each number of a value from: it hangs on the seed, the text up to the number's position (of
+        scores, the query's), and the number's place there; of a weight, on the seed and its place."""
+        if self.is_weight:
+            return draws.hashed(torch.arange(value.numel()).view(value.shape), seed)
+        if self.node.name in SCORES:
+            heads = torch.arange(value.shape[1])[:, None, None]
+            keys = self._rows_of("S")
+            real = torch.arange(keys.length) - torch.tensor(keys.first)[:, None] - keys.begun  # of its text, from 0
+            return draws.hashed(along(self._texts(), 2, 4), seed, along(real, 3, 4) * len(heads) + heads)
+        places = torch.arange(value[0, 0].numel()).view(1, 1, *value.shape[2:])
+        return draws.hashed(along(self._texts(), 1, value.ndim), seed, places)
+
+    def _texts(self) -> Tensor:
+        """[B n], the texts of the places that values are of."""
+        return self.rows.texts if self.narrow is None else self.rows.texts.gather(1, self.narrow)
+
+    def spread(self, value: Tensor) -> Tensor:
+        """Each row's own standard deviation, over its prompt's tokens and visible keys; [B 1 …] (of a weight, over all
+        of it).
+
+        Raises:
+            BadEdit: a row has a single number there.
+        """
+        if self.is_weight:
+            return value.float().std()
+        if self.rows.past is not None and self.measured is not None:
+            return self.measured
+        if self.rows.segments is not None:
+            raise BadEdit(f"{self.edit}: a spread is a prompt's, and these rows pack several; say std= itself.")
+        mask = self.real(value, dict.fromkeys("TS", WHOLE)).expand(value.shape).flatten(1)
+        numbers = torch.where(mask, value.float().flatten(1), 0.0)
+        n = mask.sum(-1, keepdim=True)
+        if bool((n[self.among] < 2).any()):
+            raise BadEdit(f"{self.edit}: a row has a single number there, which has no spread; say std= itself.")
+        squares = torch.where(mask, numbers - numbers.sum(-1, keepdim=True) / n, 0.0) ** 2
+        self.measured = (squares.sum(-1, keepdim=True) / (n - 1)).sqrt().view(-1, *[1] * (value.ndim - 1))
+        return self.measured
 
     def fitting(self, given: Tensor, value: Tensor, what: str) -> Tensor:
         """What the user gave, if it broadcasts over the value; in its dtype and on its device."""
@@ -739,19 +829,12 @@ class At:
                 f" {who} returned {list(made.shape)}, {made.dtype} on {made.device}."
             )
 
-    def check_choice(self, scores: Tensor) -> None:
-        """After an exclusion, enough experts must be left to choose from."""
-        step = self.sites.card(self.site.block)["experts"]
-        chosen = step.fn(scores, self.dims.n_group, self.dims.topk_group, self.dims)
-        if bool((scores.gather(-1, chosen) == float("-inf")).any()):
-            raise BadEdit(f"{self.edit}: fewer than {self.dims.k} experts are left to choose from.")
-
     def check_rows_keep_a_key(self, scores: Tensor) -> None:
         """After knock-outs, each query must have a key left."""
         self._check_keys_left(scores > forbidden(scores.dtype) / 2)
 
     def _check_keys_left(self, left: Tensor) -> None:
-        real = self.rows.mask(None, "T").to(left.device)[:, None, :]
+        real = self.rows.mask(None, "T", self.among).to(left.device)[:, None, :]
         blind = ~left.any(-1) & real
         if bool(blind.any()):
             b, _, t = (int(x) for x in blind.nonzero()[0])
@@ -796,7 +879,7 @@ def bound(edits: Sequence[Edit], sites: Sites, rows: Rows, base: Source | None) 
     """
     first = first_edited(edits, sites)
     made = []
-    for edit in edits:
+    for number, edit in enumerate(edits):
         for site in edit.sites(sites, first):
             leaf = sites.node(site)
             on_weight = isinstance(leaf, Leaf) and leaf.kind == "weight"
@@ -805,8 +888,11 @@ def bound(edits: Sequence[Edit], sites: Sites, rows: Rows, base: Source | None) 
                     f"{edit}: a weight has no readers to choose, no rows and no base; zero, scale, set, add, patch it."
                 )
             made.append(At(edit, site, sites, NO_ROWS if on_weight else rows, base))
+            made[-1].number = number
     for site in dict.fromkeys(at.site for at in made):
         some = [at for at in made if at.site == site]
+        for i, at in enumerate(some):
+            at.before = some[:i]
         if len(some) > 1 and not any(at.by_slot for at in some):
             check_overlap(some, some[0].blank, {})
     return made
@@ -840,11 +926,10 @@ def check_overlap(edits: Sequence[At], value: Tensor, seen: Mapping[str, Tensor]
     """Refuse two replacing edits on the same values of a site, or one after a change of them: the second would undo
     the first."""
     for i, at in enumerate(edits):
-        at.seen = seen
+        at.seen = at.cut_seen(seen)
         if not at.edit.how.replaces or at.edit.through is not None:
             continue
         for other in edits[:i]:
-            other.seen = seen
             if at.overlaps(other, value) and not _apart(at.edit, other.edit):
                 raise BadEdit(
                     f"{other.edit} and {at.edit} overlap: the second replaces values of {at.site} that the first made."
@@ -858,6 +943,33 @@ def _apart(one: Edit, other: Edit) -> bool:
     if one.within is not None and other.within is not None:
         return bool((one.within.tensor @ other.within.tensor.T).abs().max() < 1e-5)
     return False
+
+
+def short_of_experts(scores: Tensor, dims: Dims) -> Tensor:
+    """Of choice scores [B T e], [B T]: true where a token must take an expert that its scores or its groups forbid."""
+    open_ = in_groups(scores, dims.n_group, dims.topk_group)
+    return ~(open_.topk(dims.k, dim=-1).values > float("-inf")).all(-1)  # NaN too: what was forbidden, times 0
+
+
+def too_few(edits: Iterable[At], dims: Dims) -> BadEdit:
+    """What edits of the router are refused with that leave a token `short_of_experts`."""
+    named = " and ".join(dict.fromkeys(str(at.edit) for at in edits))
+    among = f" in the {dims.topk_group} best of {dims.n_group} groups" if dims.n_group > 1 else ""
+    return BadEdit(f"{named}: fewer than {dims.k} experts are left to choose from{among}; leave more.")
+
+
+def check_seen(applied: Sequence[At]) -> None:
+    """Refuse edges that aren't there, and a mask that names nothing. (A cell of a sweep may be such, in a grid; and
+    other edits of S and A say by ``touched`` what they met.)
+
+    Raises:
+        BadEdit: an edit would silently do nothing.
+    """
+    for at in applied:
+        edge = isinstance(at.edit.how, KnockOut)
+        if (edge or at.node.name not in SCORES) and at.hidden:
+            why = "none of its queries sees any of its keys, which come later" if edge else "its mask names no position"
+            raise BadEdit(f"{at.edit} would do nothing: {why}.")
 
 
 def check_no_cut(applied: Sequence[At], sites: Sites) -> None:

@@ -129,7 +129,8 @@ class Outcome:
     """What a cell came to.
 
     Attributes:
-        touched: rows along the tensor's last axis that its edits replaced, at least in part.
+        touched: places that its edits met, each once however many of them did: rows along a tensor's last axis that
+            they named, at least in part. Places of different sites are different places.
         worlds: prompts on which it changed anything and was computed; on the others its values are the base's.
         routing_agreement: share of chosen experts that the base chose too, over MoE blocks and the positions that the
             edits can reach and that are computed (in the last block, those read); None where they reach no router.

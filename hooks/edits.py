@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from hooks import draws
 from hooks.point import say_if_lost
 from hooks.where import FEATURE, Frozen, Index, Where, axis_of, shown, where_of
 from probe.card import Step
@@ -139,7 +140,7 @@ class Edit:
         if node.dtype == "int64" and not isinstance(self.how, Set | Force | Patch | Freeze):
             raise BadEdit(
                 f"{site} holds integers, so only set, force, patch and freeze act on it:"
-                " zero `gates` to ablate, set `choice_score` to -inf to re-route."
+                " zero `gates` to ablate, `exclude` to re-route."
             )
         if site.tensor == "experts" and {"e", "k"} & dict(self.where).keys():
             raise BadEdit(f"{self}: a token's experts are chosen together; name tokens (B, T), not e or k.")
@@ -259,9 +260,8 @@ class Noise:
     replaces: ClassVar[bool] = False
 
     def new(self, value: Tensor, at: At) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randn(value.shape, generator=generator).to(value.device)
-        scale = self.std * (at.spread(value) if self.relative else 1.0)
+        drawn = draws.normal(at.bits(value, self.seed)).to(value.device)
+        scale = self.std * at.spread(value) if self.relative else self.std
         return (value.float() + scale * drawn).to(value.dtype)
 
     def sentence(self, what: str) -> str:
@@ -277,8 +277,7 @@ class Rounded:
     replaces: ClassVar[bool] = False
 
     def new(self, value: Tensor, at: At) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        step = torch.randint(-1, 2, value.shape, generator=generator).to(value.device)
+        step = draws.below(at.bits(value, self.seed), 3).to(value.device) - 1
         _, exponent = torch.frexp(value.float())
         ulp = torch.finfo(self.like).eps * torch.exp2(exponent - 1.0)
         return (value.float() + step * ulp).to(value.dtype)
@@ -369,9 +368,7 @@ class Exclude:
     replaces: ClassVar[bool] = True
 
     def new(self, value: Tensor, at: At) -> Tensor:
-        out = torch.full_like(value, float("-inf"))
-        at.check_choice(torch.where(at.mask(value), out, value))
-        return out
+        return torch.full_like(value, float("-inf"))  # whether enough are left is seen once all edits have acted
 
     def sentence(self, what: str) -> str:
         return f"exclude experts: -inf in {what}"
@@ -521,14 +518,17 @@ def resample(
 ) -> Edit:
     """Replace by values of other prompts at the same positions.
 
+    Which are drawn hangs on ``seed`` and the prompt's text, not on its row, nor on the order of the reference prompts:
+    a prompt draws alike in any batch, and two rows of one text draw alike.
+
     Slot tensors (``gates``, ``g_e`` … ``y_e``) take, slot by slot, values of reference tokens that chose the same
     expert; ``delta_experts`` is matched by expert: one that the source did not choose adds 0, one that only the
     source chose joins the sum, and stands behind the k slots in the cached value.
 
     Args:
         source: a run on the reference prompts that holds the site (and, for slot tensors, ``experts``).
-        rows: for each row of the edited run, the source's row; None: drawn by ``seed`` among rows that are long enough
-            (of a tensor that holds its position's rotation, among those at the same position ids).
+        rows: for each row of the edited run, the source's row; None: drawn among rows that are long enough (of a tensor
+            that holds its position's rotation, among those at the same position ids).
     """
     how = Resample(source, _rows(rows), seed)
     return _edit(tensor, block, how, where, into, within, through)
@@ -578,7 +578,11 @@ def noise(
     through: Dictionary | None = None,
     **where: Index,
 ) -> Edit:
-    """Add Gaussian noise of this standard deviation, or (relative) of so many times the tensor's own."""
+    """Add Gaussian noise of this standard deviation, or (relative) of so many times the tensor's own in each prompt.
+
+    It hangs on ``seed`` and on the text up to its position: a prompt meets the same noise in any batch, and two prompts
+    meet the same as long as they say the same.
+    """
     _finite(std=std)
     if not std >= 0:
         raise BadEdit(f"std={std}: a standard deviation is not negative.")
@@ -645,7 +649,7 @@ def set_to(
     **where: Index,
 ) -> Edit:
     """Put a value there: a number, or a tensor that broadcasts over the tensor's shape."""
-    if bool(torch.as_tensor(value).isnan().any()):  # infinities are meant: -inf in choice_score re-routes
+    if bool(torch.as_tensor(value).isnan().any()):  # infinities are meant: -inf in choice_score excludes
         raise BadEdit("value holds NaN, which is no number.")
     return _edit(tensor, block, Set(Frozen(value)), where, into, within, through)
 
@@ -660,7 +664,10 @@ def freeze(tensor: str, block: int | None = None, **where: Index) -> Edit:
 
 
 def knock_out(block: int, **where: Index) -> Edit:
-    """Forbid attention edges, from queries T to keys S, of heads h, before the softmax: the rest is renormalised."""
+    """Forbid attention edges, from queries T to keys S, of heads h, before the softmax: the rest is renormalised.
+
+    Edges alone that no query could see are refused; in a sweep they are a cell that changes nothing.
+    """
     if not {"T", "S"} & set(where):
         raise BadEdit("knock_out needs the edges: queries T=, keys S=, or both.")
     return _edit("S", block, KnockOut(), where, (), None, None)

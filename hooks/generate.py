@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from hooks.apply import At, bound, check_no_cut
-from hooks.edits import Edit, Freeze, Mean, Patch, Resample
+from hooks.apply import At, bound, check_no_cut, check_seen
+from hooks.edits import ROTATED, SCORES, Edit, Freeze, Mean, Noise, Patch, Resample
 from hooks.recorder import Recorder
-from hooks.where import Place, Rows, Span, Spans
+from hooks.run import Run, base_for
+from hooks.where import Mask, Place, Rows, Span, Spans
 from probe.errors import BadEdit
 from probe.sites import Site
 
@@ -58,8 +59,9 @@ def generate(
 
     On the prompt an edit acts as in `run`. In a step there is one new position a row: an edit without positions acts on
     it, and so do ``T=-1`` and open slices (``T=slice(1, None)``); edits that name other positions have acted on the
-    prompt. A hook learns which step it is in from ``hook.step``: 0 the prompt, 1 the first new token read back, and so
-    on.
+    prompt. -1 is the newest token at each step, of queries and of keys; spans and masks name the prompt's tokens. Noise
+    relative to a spread takes the prompt's. A hook learns which step it is in from ``hook.step``: 0 the prompt, 1 the
+    first new token read back, and so on.
 
     Args:
         tokens: [B, T]; rows of unequal length are padded on either side, and come back padded on the left.
@@ -69,7 +71,8 @@ def generate(
         positions: [B, T], position ids of the prompts, as in `hooks.run.run`; new tokens count on from the last. Texts
             that a row packs have no one end to go on from: give each a row of its own.
         when: where edits act.
-        use_cache: False recomputes everything at each step, with edits as `run` has them: the slow twin of ``both``.
+        use_cache: False recomputes everything at each step, the edits acting on each part as they did when it was new:
+            the slow twin of ``both``. (Hooks see the whole at each step.)
 
     Raises:
         BadEdit: an edit in the steps that takes values of another run's positions (there are none to take), or that
@@ -86,6 +89,10 @@ def generate(
     if not use_cache and when != "both":
         raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
     here = model.device
+    rows = Rows(keep, tokens.shape[0], tokens.shape[1])
+    edits = [_left_padded(edit, rows) for edit in edits]
+    if spans is not None:
+        spans = [_from_the_front(*of_row) for of_row in zip(spans, rows.lengths, strict=True)]
     keep = None if keep is None else keep.to(here)
     if positions is not None:
         positions, _ = left_padded(positions.to(here), keep)
@@ -131,8 +138,38 @@ def left_padded(tokens: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     return tokens.gather(1, order), keep.gather(1, order)
 
 
+def _left_padded(edit: Edit, rows: Rows) -> Edit:
+    """An edit of these rows, its masks as `left_padded` moves them."""
+
+    def moved(place: Place) -> Place:
+        if not isinstance(place, Mask):
+            return place
+        made = torch.zeros(rows.batch, rows.length, dtype=torch.bool)
+        for b, length in enumerate(rows.lengths):
+            made[b, [p - length for p in rows.positions(b, place, str(edit))]] = True
+        return Mask(tuple(map(tuple, made.tolist())))
+
+    return replace(edit, where=tuple((dim, moved(place)) for dim, place in edit.where))
+
+
+def _grown(edit: Edit, length: int) -> Edit:
+    """An edit of prompts, for rows that have grown to a length: its masks name no new token."""
+
+    def longer(place: Place) -> Place:
+        if not isinstance(place, Mask):
+            return place
+        return Mask(tuple(row + (False,) * (length - len(row)) for row in place.rows))
+
+    return replace(edit, where=tuple((dim, longer(place)) for dim, place in edit.where))
+
+
+def _from_the_front(spans: Spans, length: int) -> Spans:
+    """A prompt's spans by positions that stay what they are when tokens come behind it."""
+    return {name: [p + length if p < 0 else p for p in places] for name, places in spans.items()}
+
+
 class _Decoding:
-    """The state of a decoding: keys and values of what has been read."""
+    """The state of a decoding: keys and values of what has been read; without a cache, what acted on it."""
 
     def __init__(
         self,
@@ -147,13 +184,17 @@ class _Decoding:
     ) -> None:
         self.model, self.tokens, self.keep, self.spans, self.use_cache = model, tokens, keep, spans, use_cache
         self.positions = positions
-        self.on_prompt = list(edits) if when != "steps" else []
-        self.on_steps = self._on_steps(edits, when) if when != "prompt" else []
+        self.on_steps = self._on_steps(edits, when) if when != "prompt" else {}
+        self.on_prompt = dict(enumerate(edits)) if when != "steps" else _measuring(self.on_steps)
+        self.first: list[At] = []
+        """What acts on the prompt."""
+        self.acting: list[At] = []
+        """What acts on all that has been read, where nothing is kept of it."""
         self.stored = [Site(b, name) for b in range(model.dims.blocks) for name in ("K", "V")]
         self.past: dict[Site, Tensor] = {}
 
-    def _on_steps(self, edits: Sequence[Edit], when: When) -> list[Edit]:
-        """The edits that say something of a step's one new position, as they act there.
+    def _on_steps(self, edits: Sequence[Edit], when: When) -> dict[int, Edit]:
+        """By number, the edits that say something of a step's one new position, as they act there.
 
         Raises:
             BadEdit: one needs a source there, or is for the steps alone and acts in none.
@@ -163,37 +204,59 @@ class _Decoding:
             raise BadEdit(
                 f"{idle[0]} names positions of the prompt, so it acts in no step; use when='prompt' or 'both'."
             )
-        return [there for _, there in here if there is not None]
+        return {i: there for i, (_, there) in enumerate(here) if there is not None}
 
     def _in_step(self, edit: Edit) -> Edit | None:
         """The edit at the new position; None where it names others only."""
-        shapes = [self.model.sites.node(site).shape for site in edit.sites(self.model.sites)]
-        dim = "T" if any("T" in shape for shape in shapes) else "S"
+        sites = edit.sites(self.model.sites)
+        dim = "T" if any("T" in self.model.sites.node(site).shape for site in sites) else "S"
         place = dict(edit.where).get(dim)
         if place is not None and not _holds_the_last(place):
             return None
+        rotates = any(site.tensor in (*ROTATED, *SCORES) for site in sites)
         if isinstance(edit.how, Patch | Resample | Freeze) or (
-            isinstance(edit.how, Mean) and edit.how.over == "position"
+            isinstance(edit.how, Mean) and (edit.how.over == "position" or rotates)
         ):
             raise BadEdit(f"{edit}: beyond the source's last token there is nothing to take; use when='prompt'.")
-        return replace(edit, where=tuple((d, p) for d, p in edit.where if d != dim))
+        return replace(edit, where=tuple((d, (-1,) if d == dim else p) for d, p in edit.where))
 
     def next_logits(self, step: int, token: Tensor | None) -> Tensor:
         """[B, V]: the scores of the token after those read so far; ``token`` is the last one chosen."""
         self.model.clock.step = step
-        if token is not None:
-            self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
-            self.tokens = torch.cat([self.tokens, token[:, None]], 1)
-            if self.positions is not None:
-                self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], 1)
-        if token is None or not self.use_cache:
-            rows = Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans, ids=self.positions)
-            return self._read(self.tokens, self._bind(self.on_prompt, rows))
-        new = Rows(None, self.tokens.shape[0], 1, past=Rows(self.keep, *self.tokens.shape))
-        return self._read(token[:, None], self._bind(self.on_steps, new))
+        applied = self._on_the_prompt() if token is None else self._on_the_new(token)
+        if self.use_cache:
+            return self._read(self.tokens if token is None else token[:, None], applied)
+        length = self.tokens.shape[1]
+        for at in applied:
+            at.stretch = None if at.is_weight else slice(length - at.rows.length, length)
+        self.acting += [at for at in applied if token is None or not at.is_weight]
+        return self._read(self.tokens, self.acting)
 
-    def _bind(self, edits: Sequence[Edit], rows: Rows) -> list[At]:
-        applied = bound(edits, self.model.sites, rows, None)
+    def _on_the_prompt(self) -> list[At]:
+        rows = self._rows()
+        edits = list(self.on_prompt.values())
+        self.first = self._bind(edits, rows, base_for(self.model, rows, self.tokens, edits))
+        check_seen(self.first)
+        return self.first
+
+    def _on_the_new(self, token: Tensor) -> list[At]:
+        self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
+        self.tokens = torch.cat([self.tokens, token[:, None]], 1)
+        if self.positions is not None:
+            self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], 1)
+        rows = Rows(None, len(token), 1, past=self._rows())
+        applied = self._bind([_grown(edit, self.tokens.shape[1]) for edit in self.on_steps.values()], rows)
+        spreads = {list(self.on_prompt)[at.number]: at.measured for at in self.first}
+        for at in applied:
+            at.measured = spreads.get(list(self.on_steps)[at.number])
+        return applied
+
+    def _rows(self) -> Rows:
+        """All that has been read."""
+        return Rows.of(self.tokens, self.keep, self.spans, positions=self.positions)
+
+    def _bind(self, edits: Sequence[Edit], rows: Rows, base: Run | None = None) -> list[At]:
+        applied = bound(edits, self.model.sites, rows, base)
         check_no_cut(applied, self.model.sites)
         return applied
 
@@ -213,6 +276,12 @@ class _Decoding:
             )
         self.past = {site: made[site] for site in self.stored}
         return made[logits][:, -1]
+
+
+def _measuring(edits: Mapping[int, Edit]) -> dict[int, Edit]:
+    """Of the edits of steps alone, those that take a spread from the prompt; they change nothing there."""
+    relative = {i: edit.how for i, edit in edits.items() if isinstance(edit.how, Noise) and edit.how.relative}
+    return {i: replace(edits[i], how=replace(how, std=0.0)) for i, how in relative.items()}
 
 
 def _holds_the_last(place: Place) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hooks.apply import At, EditedWeights, acted, check_overlap
+from hooks.apply import ROUTER, At, EditedWeights, acted, check_overlap, short_of_experts, too_few
 from hooks.cache import Cache
 from hooks.keep import Keeper
 from probe.decoder import Decoder
@@ -50,7 +50,8 @@ class Recorder:
         self.slots = {Site(at.site.block, name) for at in applied if at.by_slot for name in ("experts", "choice_score")}
         readers = {Site(at.site.block, name) for at in applied for name in at.into}
         self.watched = model.watched()
-        self.edited = {*self.by_site, *self.watched, *self.slots, *readers}
+        self.routers = {Site(at.site.block, "choice_score") for at in applied if at.site.tensor in ROUTER}
+        self.edited = {*self.by_site, *self.watched, *self.slots, *readers, *self.routers}
         self.made = fresh and not self.watched
 
     def __call__(self, site: Site, value: Tensor) -> Tensor | Fork:
@@ -64,6 +65,9 @@ class Recorder:
             check_overlap(edits, value, self.seen.get(site.block, {}))
         value, by_reader, last = acted(value, edits, self.seen.get(site.block, {}))
         shown = self.model.pass_through(site, last)
+        if site in self.routers and bool(short_of_experts(shown, self.model.dims).any()):
+            router = [at for name in ROUTER for at in self.by_site.get(Site(site.block, name), ())]
+            raise too_few(router, self.model.dims)
         if site in self.slots:
             self.seen.setdefault(site.block, {})[site.tensor] = shown
         self._keep(site, shown)

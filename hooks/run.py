@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.apply import bound, check_no_cut
+from hooks.apply import bound, check_no_cut, check_seen
 from hooks.cache import Cache, Names, own
 from hooks.edits import Edit, Freeze
 from hooks.estimate import check_fits
@@ -41,8 +41,9 @@ class Run:
             block's residual stream and chosen experts. Kept elsewhere or otherwise (device, dtype, pos, reduce), it
             has the wanted tensors alone.
         natural: at the edited sites, the values that would have been.
-        touched: for each edit, how many rows along the tensor's last axis it replaced, at least in part: positions,
-            times heads or slots where the tensor has such axes.
+        touched: for each edit, how many places it met: rows along the tensor's last axis (positions, times heads or
+            slots where the tensor has such axes) that it named, at least in part. A place that several edits met counts
+            once, with the first of them.
         routing_agreement: mean over MoE blocks and real positions that the edits can reach of the share of experts that
             the base chose too; None without a base, or where the edits reach no router.
         flips: how many choices changed there.
@@ -53,6 +54,7 @@ class Run:
         positions: [B, T], position ids; None: they count each text's real tokens from 0.
         segments: [B, T], which of a row's texts a token belongs to; None: a row is one text.
         plain: whether the cache holds tensors as they were; a run without is no base.
+        content: what is drawn for its rows hangs on; see `hooks.where.Rows`.
     """
 
     tokens: Tensor
@@ -71,11 +73,13 @@ class Run:
     spoken: tuple[int, ...] | None = None
     positions: Tensor | None = None
     segments: Tensor | None = None
+    content: Tensor | None = field(default=None, repr=False)
 
     @cached_property
     def rows(self) -> Rows:
         """The rows of this run."""
-        return Rows.of(self.tokens, self.keep, self.spans, self.spoken, self.positions, self.segments)
+        values = self.tokens if self.content is None else self.content
+        return Rows.of(values, self.keep, self.spans, self.spoken, self.positions, self.segments)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -183,6 +187,7 @@ def run_block(
             )
         rows, x_n = x_n.rows, x_n.cache[site]
     check_stream(model, site, x_n)
+    x_n = own(x_n)  # the caller may write into theirs
     rows = rows or Rows.of(x_n, keep, spans, None, positions, segments)
     model.decoder.check_rows(rows.keep, x_n.shape[0], x_n.shape[1], rows.ids, rows.segments)
     _check_base(model, rows, base)
@@ -192,7 +197,7 @@ def run_block(
     elsewhere = model.watched() - set(sites)
     if lost := [str(hooked) for hooked in model.sites if hooked in elsewhere]:
         raise BadEdit(f"block {block} runs alone, so the hooks on {', '.join(lost)} would never fire; take them off.")
-    start = _Start(sites, rows, None, {site: own(x_n)})  # the caller may write into theirs
+    start = _Start(sites, rows, None, {site: x_n})
     return _carry_out(model, start, Keep(want, device, dtype, pos, reduce), edits, base)
 
 
@@ -213,6 +218,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
     base = _with_frozen(model, start, base, edits)
     applied = bound(edits, sites, rows, base)
     check_no_cut(applied, sites)
+    check_seen(applied)
     recorder = Recorder(model, applied, keeper, fresh=base is None)
     with torch.no_grad():
         recorder.decoder.run(
@@ -236,7 +242,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
         recorder.cache if how.plain else keeper.cache,
         recorder.natural,
         model.decoder.weights,
-        tuple(sum(at.touched for at in applied if at.edit is edit) for edit in edits),
+        tuple(sum(at.touched for at in applied if at.number == i) for i in range(len(edits))),
         agreement,
         flips,
         rows.spans,
@@ -246,6 +252,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
         rows.spoken,
         rows.ids,
         rows.segments,
+        rows.content,
     )
 
 
@@ -294,6 +301,11 @@ def check_stream(model: HookedModel, site: Site, x_n: Tensor) -> None:
             f"{site} is {x_n.dtype} on {x_n.device}, and the block takes {dtype} on {gain.device};"
             " cast or move the one or the other: .to(dtype, device)."
         )
+
+
+def base_for(model: HookedModel, rows: Rows, tokens: Tensor, edits: Sequence[Edit]) -> Run | None:
+    """The base that edits freeze to, made now; None where none does."""
+    return _with_frozen(model, _Start(model.sites, rows, tokens), None, edits)
 
 
 def _with_frozen(model: HookedModel, start: _Start, base: Run | None, edits: Sequence[Edit]) -> Run | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hooks.apply import At, bound, check_no_cut
+from hooks.apply import At, bound, check_no_cut, check_seen
 from hooks.attend import PIECE
 from hooks.cells import BUDGET, Cell, Live, Read
 from hooks.edits import SCORES, Freeze
@@ -143,6 +143,7 @@ class Staged:
             if live is base and any(at.is_weight for at in ats):
                 raise BadEdit("an edited weight of the base is a weight of every cell: give the model edited weights.")
             check_no_cut(ats, self.sites)
+            check_seen(ats)
             live.cache.added = frozenset(at.site for at in ats if at.adds)
             self.root_ats.append(ats)
         made = []

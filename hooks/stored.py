@@ -201,7 +201,7 @@ def _cache_of(file: _File) -> Cache:
     spans = None if header["spans"] is None else tuple(header["spans"])
     batch, length = header["rows"] or (0, 0)
     spoken = None if header["spoken"] is None else tuple(header["spoken"])
-    rows = None if header["rows"] is None else Rows(keep, batch, length, spans, None, spoken, ids, segments)
+    rows = None if header["rows"] is None else Rows(keep, batch, length, spans, None, spoken, ids, segments, tokens)
     cache = Cache(sites, rows=rows, tokens=tokens, pos=pos)
     held = {sites.find(name): "tensor" for name in header["sites"]}
     cache._values = _Mapped(file, held)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.apply import At, acted, check_overlap
+from hooks.apply import ROUTER, At, acted, check_overlap, short_of_experts, too_few
 from hooks.attend import Packed
 from hooks.layout import Layout, Layouts, gather
 from hooks.where import Rows
+from probe.dims import Dims
 from probe.errors import Unmatched
 from probe.sites import Site
 
@@ -235,6 +236,17 @@ class Stream:
             return own
         changed = held.layout.mask.view(self.cells, -1).any(-1).nonzero()[:, 0].tolist()
         return own | {cell: own.get(cell, []) for cell in changed}
+
+    def check_choice(self, block: int | None, dims: Dims) -> None:
+        """Refuse a cell whose edits of a block's router leave a token too few experts."""
+        own, sites = self.own("choice_score", "experts"), [Site(block, name) for name in ROUTER]
+        if own is None or not any(self.by_site.get(site) or self.of_base_at(site) for site in sites):
+            return
+        short = own.layout.places[0][short_of_experts(own.value, dims)[0]]
+        if len(short):
+            cell = int(short[0]) // self.batch
+            each = [[*self.of_base_at(site), *self.by_site.get(site, {}).get(cell, [])] for site in sites]
+            raise too_few([at for ats in each for at in ats], dims)
 
     def shown_to(self, site: Site, cell: int) -> str:
         """The reader whose value of a site is shown: the last that an edit names; for all, if none does."""

@@ -187,6 +187,8 @@ class Walk:
             if stream.on_weights:
                 self._edited_weights(row, stream, trim)
             stream.edit(site, trim=trim)
+            if row.name == "choice_score":
+                stream.check_choice(self.block, self.dims)
         if row.name == "experts":
             assert self.block is not None
             self.flips.count(chunk, members, self.block)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hooks import draws
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, UnknownDim, nearest
@@ -181,6 +182,9 @@ class Rows:
     """[B T]: the position ids that rotate queries and keys. None: they count each text's real tokens from 0."""
     segments: Tensor | None = None
     """[B T]: which of the texts that a row packs each token belongs to. None: a row is one text."""
+    content: Tensor | None = None
+    """Token ids [B T], or the stream [B T d] that a block runs alone on: what is drawn for a row hangs on it. None: it
+    isn't known, and nothing is drawn."""
 
     @classmethod
     def of(
@@ -197,7 +201,8 @@ class Rows:
         batch, length = values.shape[:2]
         named = None if spans is None else tuple(spans)
         said = None if spoken is None else tuple(spoken)
-        return cls(keep, batch, length, named, None, said, ids, segments)
+        content = values if values.is_floating_point() else values.clone()
+        return cls(keep, batch, length, named, None, said, ids, segments, content)
 
     @cached_property
     def _masks(self) -> dict[Any, Tensor]:
@@ -279,6 +284,28 @@ class Rows:
         turned = self.position_ids[:, :t] != other.position_ids[:, :t]
         cut = self.begun[:, :t] != other.begun[:, :t]
         return ~(real & (turned | cut))
+
+    @cached_property
+    def texts(self) -> Tensor:
+        """[B T], a number for each token's text up to it; see `hooks.draws`."""
+        if self.past is not None:
+            return self.past.texts[:, -self.length :]
+        return self._texts(self.starts)
+
+    def _texts(self, starts: Tensor | None = None) -> Tensor:
+        assert self.content is not None, "rows that something is drawn for have tokens"
+        return draws.texts(self.content, self.keep, starts)
+
+    @cached_property
+    def prompts(self) -> Tensor:
+        """[B], a number for all that a row says, as far as named positions count it."""
+        last = torch.tensor([first + n - 1 for first, n in zip(self.first, self.nameable, strict=True)])
+        return self._texts().gather(1, last[:, None])[:, 0]
+
+    @cached_property
+    def in_order(self) -> list[int]:
+        """The rows in an order that hangs on their texts; as they stand, where these aren't known."""
+        return list(range(self.batch)) if self.content is None else self.prompts.argsort(stable=True).tolist()
 
     def shape(self, node: Step | Leaf, dims: Dims) -> tuple[int, ...]:
         """The shape that a tensor has on these rows."""

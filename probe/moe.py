@@ -44,12 +44,17 @@ def choice_score(affinity: Tensor, b: Tensor) -> Tensor:
 @step("E(t)", "B T k", formula=r"\mathrm{top}_k(s + b)", stream="router", dtype="int64", only="moe")
 def experts(choice_score: Tensor, n_group: int, topk_group: int, dims: Dims) -> Tensor:
     """The chosen experts: the k best scores within the token's best groups. Their order (the slots) means nothing."""
-    if n_group > 1:
-        by_group = choice_score.unflatten(-1, (n_group, -1))
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1, sorted=False).indices
-        closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        choice_score = by_group.masked_fill(closed[..., None], float("-inf")).flatten(-2)
-    return choice_score.topk(dims.k, dim=-1, sorted=False).indices
+    return in_groups(choice_score, n_group, topk_group).topk(dims.k, dim=-1, sorted=False).indices
+
+
+def in_groups(choice_score: Tensor, n_group: int, topk_group: int) -> Tensor:
+    """The scores of a token's best groups, by the sum of their best two; -inf in the others."""
+    if n_group == 1:
+        return choice_score
+    by_group = choice_score.unflatten(-1, (n_group, -1))
+    best = by_group.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1, sorted=False).indices
+    closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return by_group.masked_fill(closed[..., None], float("-inf")).flatten(-2)
 
 
 @step(

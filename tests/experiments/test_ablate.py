@@ -16,7 +16,7 @@ from experiments.equal import _small, coinciding
 from experiments.metrics import BadMetric
 from experiments.prompts import Prompts
 from experiments.stats import BadSample
-from hooks import HookedModel, resample, zero
+from hooks import HookedModel, noise, resample, zero
 from probe import Decoder, InMemory, random_weights
 from probe.errors import BadEdit, BadText, OutOfRange, UnknownDim, UnknownTensor
 
@@ -509,9 +509,13 @@ def test_noise_is_of_the_tensors_own_spread_and_drawn_by_seed(model: HookedModel
     options: dict[str, Any] = {"tensors": ["v"], "blocks": [3], "how": "noise", "metrics": ["logit_difference"]}
     first, again, other = (cell(ablate(model, prompts, seed=seed, **options)) for seed in (1, 1, 2))
     assert first["value"] == again["value"] != other["value"]
-    base, keep = model.run(*prompts.batch(), want="blocks.3.v")["blocks.3.v"], prompts.batch().keep
-    drawn = torch.randn(base.shape, generator=torch.Generator().manual_seed(1))
-    noisy = base + (base if keep is None else base[keep]).std() * drawn
+    noisy = model.run(*prompts.batch(), want="blocks.3.v")["blocks.3.v"].clone()
+    for b, prompt in enumerate(prompts.rows):
+        n, edit = len(prompt.tokens), noise("v", 3, std=1.0, seed=1)
+        alone = model.run(torch.tensor([prompt.tokens]), want="blocks.3.v", edits=[edit])["blocks.3.v"][0]
+        drawn = alone - noisy[b, :n]
+        assert drawn.std() == pytest.approx(1, abs=0.1)
+        noisy[b, :n] += noisy[b, :n].std() * drawn
     logits = hooked(model, prompts, "blocks.3.v", lambda value: noisy)
     assert first["value"] == pytest.approx(difference(prompts, logits).mean(), abs=1e-3)
     assert (first["seed"], other["seed"]) == (1, 2)

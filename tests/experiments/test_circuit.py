@@ -286,7 +286,8 @@ def test_heads_and_ffns_that_name_a_capital() -> None:
 
 
 def test_indirect_objects_need_the_heads_of_the_first_and_the_last_block() -> None:
-    df = circuit(MODEL, every("ioi", 4), ["blocks.0.O h=*", "blocks.3.O h=*", "blocks.3.delta_ffn"], metrics=DIFFERENCE)
+    kept = ["blocks.0.O h=*", "blocks.3.O h=*", "blocks.3.delta_ffn"]
+    df = circuit(MODEL, every("ioi", 4), kept, metrics=DIFFERENCE, seed=4)
     assert own(df)["recovered"] == pytest.approx(1, abs=0.05)
     assert others(df)["recovered"].median() < 0.25
     assert others(df)["recovered"].max() < 0.75
@@ -394,7 +395,8 @@ def test_small_budgets_give_the_same() -> None:
 
 @pytest.mark.parametrize("tensor", ["y_e", "gates"])
 def test_experts_that_no_reference_chose_leave_rows_without_a_value(tensor: str) -> None:
-    df = circuit(MODEL, FEW, [f"blocks.1.{tensor} e=1"], among=[f"{tensor} e=*"], random_sets=1, metrics=DIFFERENCE)
+    asked: dict[str, Any] = {"among": [f"{tensor} e=*"], "random_sets": 1, "metrics": DIFFERENCE, "seed": 2}
+    df = circuit(MODEL, FEW, [f"blocks.1.{tensor} e=1"], **asked)
     assert pd.isna(own(df)["value"])
     assert df.attrs["unmatched"] == df["value"].isna().sum() == 4
     for _, ax in causal_plots.circuits(df):

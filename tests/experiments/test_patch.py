@@ -24,7 +24,7 @@ from experiments.cli import app
 from experiments.metrics import BadMetric
 from experiments.patch import outlook, patch
 from experiments.prompts import Prompt, Prompts
-from hooks import HookedModel
+from hooks import HookedModel, noise
 from probe.errors import BadEdit, BadText, OutOfRange, UnknownDim, UnknownTensor
 
 MODEL = HookedModel.load()
@@ -294,21 +294,19 @@ def test_prompts_that_the_model_gets_wrong_are_reported() -> None:
 
 @BOTH
 def test_the_corrupt_run_may_be_noise_on_the_clean_one(direction: Any) -> None:
-    """Gaussian, on the embedding of a span, in units of the embeddings' own spread; one draw for each seed."""
+    """Gaussian, on the embedding of a span, in units of the prompt's embeddings' own spread; one draw for each seed."""
     df = patch(MODEL, JOB, by="role", blocks=[1], noise_at="first", noise_std=2.0, seed=5, direction=direction)
-    tokens, keep = JOB.batch()
-    x_0 = MODEL.run(tokens, keep, want="x_0")["x_0"]
-    drawn = (
-        2.0
-        * (x_0 if keep is None else x_0[keep]).std()
-        * torch.randn(x_0.shape, generator=torch.Generator().manual_seed(5))
-    )
-    rows = []
-    for b, prompt in enumerate(JOB.rows):
+    rows, noises = [], []
+    for prompt in JOB.rows:
         place, end = prompt.spans["first"][0], len(prompt.tokens)
+        plain = MODEL.run(torch.tensor([prompt.tokens]), want="x_0")["x_0"]
+        noisy_run = MODEL.run(torch.tensor([prompt.tokens]), want="x_0", edits=[noise("x_0", std=1.0, seed=5, T=place)])
+        drawn = noisy_run["x_0"][0, place] - plain[0, place]
+        noises.append(drawn)
+        scaled = 2.0 * plain.std() * drawn
 
-        def corrupt(value: Tensor, hook: Any, b: int = b, place: int = place) -> Tensor:
-            value[0, place] += drawn[b, place]
+        def corrupt(value: Tensor, hook: Any, more: Tensor = scaled, place: int = place) -> Tensor:
+            value[0, place] += more
             return value
 
         def put(value: Tensor, hook: Any, of: Tensor, end: int = end) -> Tensor:
@@ -326,6 +324,8 @@ def test_the_corrupt_run_may_be_noise_on_the_clean_one(direction: Any) -> None:
         base, source = (noisy, clean) if direction == "denoise" else (clean, noisy)
         rows.append([difference(prompt, logits) for logits in (edited, base, source)])
     agrees(cell(df, role="END"), np.array(rows).T)
+    assert torch.stack(noises).std() == pytest.approx(1, abs=0.1)
+    assert torch.stack(noises).mean() == pytest.approx(0, abs=0.1)
     assert set(df["source"]) == {f"{'clean' if direction == 'denoise' else 'corrupt'}, noise at first"}
     assert set(df["seed"]) == {5}
     assert abs(cell(df, role="first")["effect"]) > 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hooks import Edit, HookedModel, Run, Site, resample, zero
+from hooks import Cell, Edit, HookedModel, Live, Run, Site, freeze, knock_out, patch, resample, scale, sweep, zero
 from probe import ProbeError, random_weights
 from probe.errors import BadEdit, OutOfRange, UnknownDim, UnknownTensor, Unmatched
 from tests.hooks.small import (
@@ -343,7 +343,7 @@ def test_what_cannot_be_an_edit_is_refused_when_it_is_made(make, error, why: str
         (zero("O", MOE, T="S2"), BadEdit, "row 0 has no span 'S2'"),
         (zero("O", MOE, T="3"), BadEdit, "row 0 has no span '3'"),
         (zero("R", MOE), UnknownTensor, "R"),
-        (zero("experts", MOE), BadEdit, "zero `gates` to ablate, set `choice_score` to -inf to re-route"),
+        (zero("experts", MOE), BadEdit, "zero `gates` to ablate, `exclude` to re-route"),
         (zero("delta_heads", MOE), BadEdit, "edit `O`"),
         (zero("ln1.hook_scale", MOE), BadEdit, r"rms.*blocks\.1\.s_attn"),
         (zero("c_KV", MOE, h=1), UnknownDim, "c_KV has no dim 'h'; it has B T r_kv"),
@@ -738,6 +738,75 @@ def test_edits_of_one_site_at_different_places_are_one_edit_of_both(base: Run) -
 def test_touched_is_in_the_order_in_which_edits_were_given() -> None:
     run = MODEL.run(TOKENS, edits=[zero("x_next", LAST, T=1), zero("O", DENSE), zero("x_0", T=[0, 1], B=0)])
     assert run.touched == (B, B * T * DIMS.h, 2)
+
+
+def test_a_place_counts_once_however_many_edits_meet_it(base: Run) -> None:
+    """With the first of them, in a run as in a sweep. Places of different sites, heads and slots are different."""
+    twice, other = scale("O", MOE, factor=2.0, h=1), scale("O", MOE, factor=3.0, T=[1, 2])
+    e = int(base["experts", MOE][0, 0, 0])
+    chose = int((base["experts", MOE] == e).sum())
+    pairs = B * 2 * T
+    cases: list[tuple[list[Edit], tuple[int, ...]]] = [
+        ([twice, twice], (B * T, 0)),
+        ([twice, dataclasses.replace(twice, where=())], (B * T, B * T * (DIMS.h - 1))),
+        ([twice, other], (B * T, B * 2 * (DIMS.h - 1))),
+        ([other, twice], (B * 2 * DIMS.h, B * (T - 2))),
+        ([twice, other, twice], (B * T, B * 2 * (DIMS.h - 1), 0)),
+        ([twice, scale("O", LAST, factor=2.0, h=1), scale("V", MOE, factor=2.0, h=1)], (B * T,) * 3),
+        ([scale("S", MOE, factor=2.0, h=[0, 1]), scale("A", MOE, factor=2.0, h=[0, 1])], (pairs, pairs)),
+        ([scale("S", MOE, factor=2.0, h=[0, 1], S=0), scale("S", MOE, factor=2.0, h=0, S=T - 1)], (pairs, 0)),
+        ([scale("y_e", MOE, factor=2.0, e=e), scale("y_e", MOE, factor=2.0)], (chose, B * T * DIMS.k - chose)),
+        ([scale("x_n", MOE, factor=2.0, into="x_mid"), scale("x_n", MOE, factor=2.0)], (B * T, 0)),
+        ([scale("W_O", MOE, factor=2.0), scale("W_O", MOE, factor=2.0, h=1)], (DIMS.h * DIMS.v, 0)),
+        ([zero("x_n", MOE, T=1), freeze("A"), scale("O", MOE, factor=2.0)], (B, 2 * B * DIMS.h * T, B * T * DIMS.h)),
+    ]
+    for edits, expected in cases:
+        assert MODEL.run(TOKENS, edits=edits).touched == expected, edits
+    outcomes = sweep(MODEL, Live(TOKENS), [Cell(tuple(edits)) for edits, _ in cases], lambda *_: None)
+    assert [outcome.touched for outcome in outcomes] == [sum(expected) for _, expected in cases]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"T": 1, "S": 4}, {"T": slice(0, 2), "S": [3, 4]}, {"T": 0, "S": -1, "h": 2}, {"T": 2, "S": 3, "B": 1}],
+    ids=str,
+)
+def test_an_edge_that_no_query_sees_is_refused_by_name_and_answered_in_a_sweep(
+    where: dict[str, Any], base: Run
+) -> None:
+    edge = knock_out(MOE, **where)
+    with pytest.raises(BadEdit, match=r"knock out .* would do nothing: none of its queries sees any of its keys"):
+        MODEL.run(TOKENS, edits=[edge])
+    with pytest.raises(BadEdit, match="would do nothing"):
+        MODEL.generate(TOKENS, n=2, edits=[edge])
+    with pytest.raises(BadEdit, match="would do nothing"):
+        sweep(MODEL, Live(TOKENS, edits=[edge]), [], lambda *_: None)
+    shown: dict[int, Tensor] = {}
+    cells = [Cell((edge,)), Cell((zero("A", MOE, **where),)), Cell((knock_out(MOE, T=4, S=1),))]
+    outcomes = sweep(
+        MODEL, Live(TOKENS), cells, lambda who, site, value: shown.update({id(who): value}), whole=["logits"], want=[]
+    )
+    for cell, outcome in zip(cells[:2], outcomes, strict=False):
+        assert (outcome.touched, outcome.worlds, outcome.flips) == (0, 0, 0)
+        close(shown[id(cell)], base["logits"])
+    assert outcomes[2].touched == B * DIMS.h
+    MODEL.run(TOKENS, edits=[knock_out(MOE, T=[1, 4], S=[0, 4])])  # some of it is there
+    lone = MODEL.run(TOKENS, edits=[knock_out(MOE, T=4, S=1, B=1)])
+    assert lone.touched == (DIMS.h,), "rows that it doesn't name have all their keys"
+    assert [torch.equal(*pair) for pair in zip(lone["logits"], base["logits"], strict=True)] == [True, False, True]
+
+
+def test_a_mask_that_names_no_position_is_refused(base: Run) -> None:
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    mask[1, 2] = True
+    for edit in (
+        zero("O", MOE, T=mask & False),
+        zero("O", MOE, T=mask, B=0),
+        patch("V", MOE, source=base, S=mask, B=2),
+    ):
+        with pytest.raises(BadEdit, match="would do nothing: its mask names no position"):
+            MODEL.run(TOKENS, edits=[edit])
+    assert MODEL.run(TOKENS, edits=[zero("O", MOE, T=mask, B=[0, 1])]).touched == (DIMS.h,)
 
 
 # ---- edits are values ------------------------------------------------------------------------------------------------

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hooks import Edit, HookedModel, add, exclude, force, freeze, knock_out, noise, patch, resample, scale, zero
+from hooks import (
+    Dictionary,
+    Edit,
+    HookedModel,
+    Run,
+    add,
+    edit,
+    exclude,
+    force,
+    freeze,
+    knock_out,
+    mean,
+    noise,
+    patch,
+    project_out,
+    resample,
+    rounded,
+    scale,
+    set_to,
+    splice,
+    zero,
+)
 from hooks.generate import generate, left_padded
 from probe.errors import BadEdit
 from tests.oracle import Oracle, config, padding
@@ -217,3 +240,190 @@ def test_the_slow_twin_keeps_to_what_a_full_run_can_do() -> None:
     for when in ("prompt", "steps"):
         with pytest.raises(BadEdit, match="use_cache=False"):
             generate(MODEL, TOKENS, KEEP, n=2, edits=[EDITS["a head off"]], when=when, use_cache=False)
+
+
+# ---- with and without a cache, and by hand ---------------------------------------------------------------------------
+
+SPANS = [{"name": [1, 2], "END": [-1]}, {"name": [3], "END": [-1]}, {"name": [1, 4], "END": [-1]}]
+STEPS = 3
+PLACES: dict[str, dict[str, Any]] = {
+    "everywhere": {},
+    "-1": {"T": -1},
+    "-2 and -1": {"T": [-2, -1]},
+    "the last ones": {"T": slice(-2, None)},
+    "an open slice": {"T": slice(1, None)},
+    "1": {"T": 1},
+    "a span": {"T": "name"},
+    "the prompt's end": {"T": "END"},
+    "a mask": {"T": KEEP & (torch.arange(KEEP.shape[1]) % 2 == 1)},
+}
+NEW = ("everywhere", "-1", "-2 and -1", "the last ones", "an open slice")
+"""Places that hold each new token."""
+
+SAE = Dictionary(
+    torch.randn(MODEL.dims.d, 9, generator=torch.Generator().manual_seed(1)),
+    torch.zeros(9),
+    torch.randn(9, MODEL.dims.d, generator=torch.Generator().manual_seed(2)),
+    torch.zeros(MODEL.dims.d),
+)
+RAMP = torch.linspace(-1, 1, MODEL.dims.d)
+KINDS: dict[str, Callable[..., Edit]] = {
+    "zero": lambda **at: zero("O", 1, h=1, **at),
+    "renorm": lambda **at: zero("gates", 1, k=0, renorm=True, **at),
+    "mean": lambda **at: mean("x_mid", 1, source=reference(), **at),
+    "noise": lambda **at: noise("x_n", 1, std=1.0, seed=1, **at),
+    "relative noise": lambda **at: noise("s_attn", 1, std=0.5, relative=True, seed=2, **at),
+    "noise of scores": lambda **at: noise("S", 1, std=2.0, seed=3, **at),
+    "rounded": lambda **at: rounded("x_n", 1, like=torch.bfloat16, seed=4, **at),
+    "add": lambda **at: add("x_next", 0, direction=RAMP, alpha=2.0, **at),
+    "scale": lambda **at: scale("router_logits", 1, factor=-1.0, **at),
+    "project": lambda **at: project_out("x_n", 1, span=RAMP, **at),
+    "set": lambda **at: set_to("delta_ffn", 0, value=0.5, **at),
+    "knock out": lambda **at: knock_out(1, S=1, **at),
+    "exclude": lambda **at: exclude(1, e=range(6), **at),
+    "force": lambda **at: force(1, [0, 1, 2, 3], **at),
+    "a function": lambda **at: edit("x_mid", torch.sin, block=1, **at),
+    "the last of what it sees": lambda **at: edit("x_mid", last_off, block=1, **at),
+    "splice": lambda **at: splice("x_mid", 1, dictionary=SAE, **at),
+    "a latent": lambda **at: scale("x_mid", 1, factor=3.0, through=SAE, feature=[0, 4], **at),
+    "one reader": lambda **at: scale("x_n", 1, factor=0.5, into="x_mid", **at),
+    "patch": lambda **at: patch("O", 1, source=reference(), rows=[3, 1, 2], **at),
+    "patch by expert": lambda **at: patch("delta_experts", 1, source=reference(), rows=[3, 1, 2], **at),
+    "resample": lambda **at: resample("x_n", 1, source=reference(), seed=3, **at),
+    "freeze": lambda **at: freeze("A", 2, **at),
+}
+TAKING = ("patch", "patch by expert", "resample", "freeze")
+"""What has nothing to take at a new token."""
+
+
+@cache
+def reference() -> Run:
+    ids = torch.randint(0, MODEL.dims.V, (6, 9), generator=torch.Generator().manual_seed(6))
+    return MODEL.run(ids, want=None, spans=[*SPANS, *SPANS])
+
+
+def last_off(value: Tensor) -> Tensor:
+    value[:, -1] = 0
+    return value
+
+
+def both_ways(edits: list[Edit], tokens: Tensor = TOKENS, keep: Tensor = KEEP, when: Any = "both") -> Tensor:
+    """The logits with a cache, which are those without."""
+    asked: dict[str, Any] = {"n": STEPS, "edits": edits, "spans": SPANS[: len(tokens)]}
+    cached = generate(MODEL, tokens, keep, **asked, when=when)
+    if when == "both":
+        anew = generate(MODEL, tokens, keep, **asked, use_cache=False)
+        torch.testing.assert_close(anew.logits, cached.logits, rtol=0, atol=5e-5)
+        assert torch.equal(anew.new, cached.new)
+    return cached.logits
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_edit_acts_alike_with_and_without_a_cache(kind: str, place: str) -> None:
+    """At positions from either end, spans and masks; each acts on what it names, and in steps where it names these."""
+    edits = [KINDS[kind](**PLACES[place])]
+    plain = generate(MODEL, TOKENS, KEEP, n=1).logits
+    if kind == "freeze":
+        edits = [scale("x_n", 1, factor=2.0, T=1), *edits]
+    if place in NEW and kind in TAKING:
+        with pytest.raises(BadEdit, match="nothing to take"):
+            both_ways(edits)
+        assert not torch.equal(both_ways(edits, when="prompt")[:, :1], plain)
+        return
+    found = both_ways(edits)
+    if kind == "the last of what it sees" and place not in (*NEW, "the prompt's end"):
+        return
+    assert torch.equal(found[:, :1], plain) == (kind == "splice")
+
+
+def by_hand(act: Callable[[list[int], int, int], list[Edit]]) -> Tensor:
+    """Logits of rows that grow alone and unpadded, each pass a plain run with the edits that ``act`` says: of a row's
+    prompt and its newest token, each at plain positions from the front."""
+    rows = []
+    for b, length in enumerate(LENGTHS):
+        ids, scores = TOKENS[b, -length:].tolist(), []
+        for _ in range(STEPS):
+            logits = MODEL.run(torch.tensor([ids]), edits=act(list(range(length, len(ids))), length, b))["logits"][
+                0, -1
+            ]
+            scores.append(logits)
+            ids.append(int(logits.argmax()))
+        rows.append(torch.stack(scores))
+    return torch.stack(rows)
+
+
+def test_minus_one_is_the_newest_token_at_each_step() -> None:
+    def act(new: list[int], length: int, b: int) -> list[Edit]:
+        return [add("x_n", 1, direction=RAMP, alpha=2.0, T=[length - 1, *new])]
+
+    found = both_ways([add("x_n", 1, direction=RAMP, alpha=2.0, T=-1)])
+    torch.testing.assert_close(found, by_hand(act), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("offset", [1, 2])
+def test_a_key_from_the_end_is_that_of_its_step(offset: int) -> None:
+    """The newest (or the one before it) is hidden from the token that is read; once others have come it is seen."""
+
+    def act(new: list[int], length: int, b: int) -> list[Edit]:
+        hidden = [knock_out(1, T=slice(0, length), S=length - offset)]
+        return hidden + [knock_out(1, T=t, S=t + 1 - offset) for t in new]
+
+    found = both_ways([knock_out(1, S=-offset)])
+    torch.testing.assert_close(found, by_hand(act), rtol=0, atol=5e-5)
+
+
+def test_a_span_of_keys_is_the_prompts_at_each_step() -> None:
+    """It failed from the second token on."""
+
+    def act(new: list[int], length: int, b: int) -> list[Edit]:
+        return [knock_out(1, S=[length - 1] if name == "END" else SPANS[b]["name"])]
+
+    for name in ("name", "END"):
+        found = both_ways([knock_out(1, S=name)])
+        torch.testing.assert_close(found, by_hand(act), rtol=0, atol=5e-5)
+
+
+def test_a_mask_of_keys_is_the_prompts_however_it_is_padded() -> None:
+    mask = torch.zeros_like(KEEP)
+    for b, length in enumerate(LENGTHS):
+        mask[b, [p - length for p in SPANS[b]["name"]]] = True
+    by_name = both_ways([knock_out(1, S="name")])
+    assert torch.equal(both_ways([knock_out(1, S=mask)]), by_name)
+    order = torch.argsort((~KEEP).long(), dim=1, stable=True)
+    tokens, keep, mask = (value.gather(1, order) for value in (TOKENS, KEEP, mask))
+    torch.testing.assert_close(both_ways([knock_out(1, S=mask)], tokens, keep), by_name)
+
+
+def test_edits_that_meet_at_the_newest_token_go_on_after_the_first_step() -> None:
+    """A replacement at -1 is no replacement of the whole: nothing is cut off, in steps as on the prompt."""
+    edits = [scale("O", 0, factor=2.0, T=-1), zero("x_next", 1, T=-1), scale("x_next", 1, factor=3.0, T=-1)]
+    both_ways([*edits, add("x_next", 1, direction=RAMP, T=-1)])
+
+
+def test_noise_is_that_of_a_plain_run_on_the_grown_text() -> None:
+    found = both_ways([noise("x_n", 1, std=1.0, seed=1), noise("A", 2, std=0.1, seed=2)])
+    twin = slow_twin([noise("x_n", 1, std=1.0, seed=1), noise("A", 2, std=0.1, seed=2)], STEPS)
+    torch.testing.assert_close(found, twin[1], rtol=0, atol=5e-5)
+
+
+def test_relative_noise_takes_the_prompts_spread_in_steps_too() -> None:
+    change = noise("s_attn", 1, std=0.5, relative=True, seed=2)
+    alone = generate(MODEL, TOKENS[1:], KEEP[1:], n=STEPS, edits=[change]).logits
+    torch.testing.assert_close(both_ways([change])[1:], alone, rtol=0, atol=5e-5)
+    steps = generate(MODEL, TOKENS, KEEP, n=STEPS, edits=[change], when="steps").logits
+    plain = generate(MODEL, TOKENS, KEEP, n=STEPS).logits
+    assert torch.equal(steps[:, 0], plain[:, 0])
+    assert not torch.equal(steps[:, 1], plain[:, 1])
+
+
+def test_a_mean_by_position_is_refused_in_steps() -> None:
+    for tensor in ("A", "K", "Q_R"):
+        with pytest.raises(BadEdit, match="nothing to take"):
+            MODEL.generate(TOKENS, KEEP, n=2, edits=[mean(tensor, 1, source=reference())])
+
+
+def test_on_the_prompt_an_edit_freezes_as_in_a_run() -> None:
+    edits = [scale("x_n", 1, factor=2.0), freeze("A", 1), freeze("experts", 2)]
+    found = MODEL.generate(TOKENS, KEEP, n=1, edits=edits, when="prompt").logits[:, 0]
+    assert torch.equal(found, MODEL.run(TOKENS, KEEP, edits=edits)["logits"][:, -1])

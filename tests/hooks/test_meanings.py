@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hooks import (
+    Cell,
     Dictionary,
+    Edit,
     HookedModel,
+    Live,
     Run,
     add,
     edit,
@@ -26,6 +31,7 @@ from hooks import (
     scale,
     set_to,
     splice,
+    sweep,
     zero,
 )
 from probe import Dims, InMemory, random_weights
@@ -389,6 +395,66 @@ def test_an_excluded_expert_is_replaced_by_the_next_and_gates_are_made_anew(base
 def test_too_many_excluded_experts_are_refused() -> None:
     with pytest.raises(BadEdit, match="fewer than 3 experts are left"):
         logits(exclude(1, range(10)))
+
+
+NONE = float("-inf")
+BEST = 5.0 * (torch.arange(16) // 4 < 2)
+"""Makes the first two groups the best."""
+GROUPS = HookedModel(random_weights(replace(DIMS, e=16, k=5, n_group=4, topk_group=2), 1))
+"""Four experts a group, of which a token may choose from two."""
+TOO_FEW: dict[str, tuple[HookedModel, list[Edit]]] = {
+    "all": (MODEL, [set_to("choice_score", 1, value=NONE)]),
+    "all but two": (MODEL, [set_to("choice_score", 1, value=NONE, e=range(10))]),
+    "at a place": (MODEL, [set_to("choice_score", 1, value=NONE, e=range(10), T=3, B=1)]),
+    "by a tensor": (MODEL, [set_to("choice_score", 1, value=torch.tensor([0.0] * 2 + [NONE] * 10))]),
+    "affinity": (MODEL, [set_to("affinity", 1, value=NONE, e=range(10))]),
+    "bias": (MODEL, [set_to("blocks.1.b", value=NONE, e=range(10))]),
+    "two excluded one after the other": (MODEL, [exclude(1, range(6)), exclude(1, range(6, 10))]),
+    "two kinds": (MODEL, [exclude(1, range(6)), set_to("choice_score", 1, value=NONE, e=range(6, 10))]),
+    "two sites": (MODEL, [set_to("affinity", 1, value=NONE, e=range(6)), exclude(1, range(6, 10))]),
+    "what was excluded, times nothing": (MODEL, [exclude(1, 3), scale("choice_score", 1, factor=0.0)]),
+    "a function": (
+        MODEL,
+        [edit("choice_score", lambda v: v.masked_fill(v < v.topk(2).values[..., -1:], NONE), block=1)],
+    ),
+    "one a group": (GROUPS, [exclude(1, [e for e in range(16) if e % 4])]),
+    "of the best groups one": (GROUPS, [exclude(1, [0, 1, 4, 5, 8, 9, 12]), add("choice_score", 1, direction=BEST)]),
+}
+
+
+@pytest.mark.parametrize("case", TOO_FEW)
+def test_edits_of_the_router_that_leave_a_token_too_few_experts_are_refused(case: str) -> None:
+    """In a run, and in a sweep as a cell, or of its base; the message names all of them."""
+    model, edits = TOO_FEW[case]
+    cell, plain = Cell(tuple(edits)), Live(TOKENS)
+    ways: list[Callable[[], Any]] = [
+        lambda: model.run(TOKENS, edits=edits),
+        lambda: sweep(model, plain, [Cell((zero("O", 1),)), cell], lambda *_: None, whole=["blocks.1.x_next"]),
+    ]
+    if not any(one.tensor == "blocks.1.b" for one in edits):
+        base = Live(TOKENS, edits=edits)
+        ways.append(lambda: sweep(model, base, [Cell((zero("O", 1),))], lambda *_: None, whole=["blocks.1.x_next"]))
+    for way in ways:
+        with pytest.raises(BadEdit, match=rf"fewer than {model.dims.k} experts are left") as error:
+            way()
+        last_two = [edits[-1]] if case in ("all", "at a place") else edits
+        assert all(str(one) in str(error.value) for one in last_two) or len(edits) == 1
+
+
+def test_as_many_experts_as_a_token_takes_may_be_left() -> None:
+    """Never a forbidden one is chosen; by affinity alone nothing is forbidden."""
+    for change in (
+        set_to("choice_score", 1, value=NONE, e=[e for e in range(12) if e not in (2, 7, 9)]),
+        set_to("affinity", 1, value=NONE, e=[e for e in range(12) if e not in (2, 7, 9)]),
+    ):
+        run = MODEL.run(TOKENS, edits=[change], want=["blocks.1.experts"])
+        assert run["experts", 1].sort().values.tolist() == [[[2, 7, 9]] * 7] * 3
+    run = MODEL.run(TOKENS, edits=[set_to("router_logits", 1, value=NONE)], want=["blocks.1.experts"])
+    best = WEIGHTS.read(1, "b").topk(3).indices.sort().values.tolist()
+    assert run["experts", 1].sort().values.tolist() == [[best] * 7] * 3
+    in_two = [0, 1, 2, 3, 4, 5]
+    groups = GROUPS.run(TOKENS, edits=[exclude(1, [e for e in range(16) if e not in in_two])], want="blocks.1.experts")
+    assert set(groups["experts", 1].flatten().tolist()) <= set(in_two)
 
 
 def test_forced_experts_get_gates_from_their_own_affinities(base: Run) -> None:

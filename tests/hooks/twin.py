@@ -174,6 +174,9 @@ def _same_facts(model: HookedModel, ask: Ask, i: int, base: Run, run: Run, outco
     own = list(zip(run.edits, run.touched, strict=True))[len(ask.base.edits) :]
     walked = max(map(sites.depth, map(sites.find, (*ask.want, *ask.whole, *cell.whole))), default=-1)
     acted = [site for edit, _ in own for site in edit.sites(sites, first_edited(cell.edits, sites))]
+    if {site for edit in ask.base.edits for site in edit.sites(sites)} & set(acted):  # a run counts these for the base
+        edits = [edit for edit, _ in own]
+        own = list(zip(edits, _run(model, ask, ask.base, edits, ["logits"]).touched, strict=True))
     if all(sites.depth(site) <= walked for site in acted):
         assert outcome.touched == sum(n for _, n in own), (outcome, run.touched, cell)
     if LOGITS not in map(sites.find, ask.want):
