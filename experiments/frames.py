@@ -106,6 +106,11 @@ COLUMNS: dict[str, Column] = {
     "base": Column("Float64", "the metric in the run without the edit; of a probe, of always guessing the same"),
     "effect": Column("Float64", "value - base"),
     "recovered": Column("Float64", "(value - base) / (source - base), over prompts the ratio of the means"),
+    "completeness_gap": Column(
+        "Float64",
+        "the whole less the sum of its parts: source - base less the estimates at the embedding, base less all that is"
+        " added up to it",
+    ),
     "n": Column("Int64", "number of independent units, prompts as a rule, behind value"),
     "small_gaps": Column("Int64", "number of prompts with source near base: kept out of rows by prompt, not of means"),
     "mistaken": Column("Int64", "number of prompts that the model gets wrong: see experiments.stats.mistaken"),
