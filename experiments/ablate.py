@@ -25,7 +25,7 @@ from experiments.measure import Asked, Source, cost, measure, table
 from experiments.options import By, How
 from experiments.parts import Part, ablation, can_go, columns, dim_of, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import chosen_blocks, chosen_sites, common
+from experiments.study import chosen_blocks, chosen_sites, common, other_options
 from hooks import HookedModel, Live
 from hooks.cells import BUDGET
 from hooks.where import Rows, where_of
@@ -67,8 +67,8 @@ def ablate(
             tensor's own spread; or, by expert, ``exclude`` from the choice, so that the next one takes its place.
         reference: what to resample from, or to average; None: the prompts' own.
         metrics: names, see `experiments.metrics.metric`; None: the usual ones that the prompts have answers for.
-        seed: of the draw of reference rows or of noise; with several ``draws``, of the first. Metrics are averaged over
-            draws.
+        seed: of the draw of reference rows or of noise, with several ``draws`` of the first; of the intervals'
+            resamples. Metrics are averaged over draws.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
         beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
@@ -95,7 +95,8 @@ def ablate(
     same: dict[str, Any] = {
         **common(model, name, prompts),
         "edit": how,
-        "seed": seed if how in ("resample", "noise") and draws == 1 else pd.NA,
+        "seed": seed,
+        "options": other_options(ablate, draws=draws),
         "source": source_name(prompts, reference) if cells.source is not None else pd.NA,
     }
     if "expert" in listed(by):
@@ -168,7 +169,7 @@ class _Cells(NamedTuple):
     ) -> _Cells:
         """All that follows from the arguments of `ablate`."""
         several = listed(by)
-        _check(how, several, draws, tensors)
+        _check(how, several, draws, tensors, reference)
         ask = Ask(model, prompts, metrics)
         sites, left_out = _editable(model, tensors, blocks, several, how)
         forced = how in ("resample", "mean") and forces(ask)
@@ -209,11 +210,13 @@ def forces(ask: Ask) -> bool:
     return ask.rows.lengths != list(ask.spoken)
 
 
-def _check(how: str, by: Sequence[By], draws: int, tensors: Sequence[str] | None) -> None:
+def _check(how: str, by: Sequence[By], draws: int, tensors: Sequence[str] | None, reference: Prompts | None) -> None:
     if how not in get_args(How):
         raise BadEdit(f"how={how!r}: a tensor is ablated by {', '.join(get_args(How))}.")
     if draws < 1 or (how not in ("resample", "noise") and draws > 1):
         raise BadEdit(f"draws={draws}: resampling and noise take one draw or more; to {how} has nothing to draw.")
+    if reference is not None and how not in ("resample", "mean"):
+        raise BadEdit(f"reference={reference.name}: to {how} takes nothing from other prompts; leave it out.")
     if how == "exclude" and (by != ("expert",) or tensors not in (None, ["choice_score"], ("choice_score",))):
         raise BadEdit("exclude goes by expert, and is an edit of choice_score; say by='expert', and no tensors.")
 

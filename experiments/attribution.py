@@ -123,6 +123,7 @@ def attribute(
         **common(model, name, prompts),
         "direction": direction,
         "source": asked.sides.of_source,
+        "seed": seed,
     }
     made = []
     for edit, one in found.items():

@@ -29,7 +29,7 @@ from experiments.metrics import METRICS, BadMetric, Metric, choose
 from experiments.options import Scale, Split
 from experiments.prompts import Prompts, padded
 from experiments.stats import check_average
-from experiments.study import Reading, chosen_sites, passes, report
+from experiments.study import Reading, chosen_sites, direction_name, other_options, passes, report
 from hooks import HookedModel
 from hooks.where import Rows
 from probe.engine import evaluate, plan
@@ -289,7 +289,10 @@ def direct(
     whole = toward.along(unembed(model, made[last])[:, 0])
     parts = [(what, s * share) for what, share in _parts(model, made)]
     readings = [Reading({**what, **read.columns[0]}, toward.metric, "logits", share, whole) for what, share in parts]
-    df = report(model, prompts, readings, study="direct", per_prompt=per_prompt, name=name, frozen="s_final")
+    same: Columns = {"frozen": "s_final", "options": other_options(direct, by=by)}
+    if direction is not None:
+        same["within"] = direction_name(direction)
+    df = report(model, prompts, readings, study="direct", per_prompt=per_prompt, name=name, **same)
     each = df["example"] if per_prompt else pd.Series(0, df.index)
     df = frame(df.assign(completeness_gap=df["base"] - df["value"].groupby(each).transform("sum")), study="direct")
     df.attrs["rounding"] = float((sum(share for _, share in parts) - whole).abs().max())
