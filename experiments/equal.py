@@ -40,7 +40,7 @@ def coinciding(
     """For every editable tensor of a kind of block, the first tensor of the card whose edit does the same.
 
     Two edits are the same if they leave the same ``x_next``, to 1e-5 of its size, in a random block: a whole-tensor
-    edit, or (by ``by``) an edit of one head, position, expert, or of what has several of these. Of features two are
+    edit, or (by ``by``) an edit of one head, position, expert, or of what has several of these. Of features one is
     tried, and the tensors' last as well: a wider tensor has features that a narrower one lacks, so that what is said is
     said of the parts that both have. An edit that leaves ``x_next`` as it was proves nothing, and is taken to coincide
     with none.

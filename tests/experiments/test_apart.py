@@ -115,6 +115,7 @@ OTHER: dict[str, dict[str, list[Any]]] = {
 
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("ablate", "reference"): {"how": "mean"},
+    ("ablate", "seed"): {"how": "zero"},
     ("patch", "window"): {"blocks": [2, 3]},
     ("patch", "noise_std"): {"noise_at": "END"},
     ("patch", "draws"): {"noise_at": "END"},
@@ -225,6 +226,7 @@ CASES = [(study, key) for study, of_study in OTHER.items() for key, values in of
 SHORT = (
     ("patch", "noise_std"),
     ("ablate", "draws"),
+    ("ablate", "seed"),
     ("circuit", "random_sets"),
     ("split", "gates"),
     ("top", "direction"),
