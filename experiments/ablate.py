@@ -25,7 +25,7 @@ from experiments.measure import Asked, Source, cost, measure, table
 from experiments.options import By, How
 from experiments.parts import Part, ablation, can_go, columns, dim_of, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import chosen_blocks, chosen_sites, common
+from experiments.study import chosen_blocks, chosen_sites, common, other_options
 from hooks import HookedModel, Live
 from hooks.cells import BUDGET
 from hooks.where import Rows, where_of
@@ -67,8 +67,8 @@ def ablate(
             tensor's own spread; or, by expert, ``exclude`` from the choice, so that the next one takes its place.
         reference: what to resample from, or to average; None: the prompts' own.
         metrics: names, see `experiments.metrics.metric`; None: the usual ones that the prompts have answers for.
-        seed: of the draw of reference rows or of noise; with several ``draws``, of the first. Metrics are averaged over
-            draws.
+        seed: of the draw of reference rows or of noise, with several ``draws`` of the first; of the intervals'
+            resamples. Metrics are averaged over draws.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
         beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
@@ -78,7 +78,8 @@ def ablate(
         A frame (see `experiments.frames.COLUMNS`). ``value``, ``base`` and ``effect`` = value − base are averages over
         prompts: over those of one group first, then over groups, which ``n`` counts and the interval is over. A cell
         that would need an expert which no reference token chose has no value there; ``attrs["unmatched"]`` counts such
-        cells. ``touched`` is NA where a cell was not computed but taken from ``same_as``. By expert, ``load`` is the
+        cells. ``touched`` is NA where a cell was not computed but taken from ``same_as``, and so are ``flips`` and
+        ``routing_agreement`` where the block's own routing is not the same. By expert, ``load`` is the
         share of the cell's tokens that choose it, and ``control`` the mean effect of three others of the block whose
         loads are the nearest.
 
@@ -90,11 +91,12 @@ def ablate(
     model = model.reaching(beyond)
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     found = measure(model, cells.ask, cells.asked, source=cells.source, budget=budget, what=how)
-    df = _with_twins(table(cells.ask, found, per_prompt=per_prompt, seed=seed), cells.twins, model)
+    df = _with_copies(table(cells.ask, found, per_prompt=per_prompt, seed=seed), cells.all, model)
     same: dict[str, Any] = {
         **common(model, name, prompts),
         "edit": how,
-        "seed": seed if how in ("resample", "noise") and draws == 1 else pd.NA,
+        "seed": seed,
+        "options": other_options(ablate, draws=draws),
         "source": source_name(prompts, reference) if cells.source is not None else pd.NA,
     }
     if "expert" in listed(by):
@@ -128,13 +130,26 @@ def outlook(
     return cost(model, cells.ask, cells.asked, cells.source, timed=timed)
 
 
+class _Cell(NamedTuple):
+    """A cell of the frame.
+
+    Attributes:
+        computed: which of the cells that are computed it is, or equals by construction.
+        routed: whether tokens are routed as in that one, too.
+    """
+
+    site: Site
+    computed: int
+    routed: bool
+
+
 class _Cells(NamedTuple):
-    """What is asked of the sweep: the batch, the cells, what they take values from; and what isn't asked."""
+    """What is asked of the sweep: the batch, the cells, what they take values from; all cells; and what isn't asked."""
 
     ask: Ask
     asked: list[Asked]
     source: Live | None
-    twins: dict[Site, Site]
+    all: list[_Cell]
     left_out: dict[str, str]
 
     @classmethod
@@ -154,12 +169,12 @@ class _Cells(NamedTuple):
     ) -> _Cells:
         """All that follows from the arguments of `ablate`."""
         several = listed(by)
-        _check(how, several, draws, tensors)
+        _check(how, several, draws, tensors, reference)
         ask = Ask(model, prompts, metrics)
         sites, left_out = _editable(model, tensors, blocks, several, how)
         forced = how in ("resample", "mean") and forces(ask)
         placed = (at is not None or forced) and not {"position", "role"} & set(several)
-        twins = _twins(model, sites, (*several, "role") if placed else several, how)
+        along: tuple[By, ...] = (*several, "role") if placed else several
         source: Live | None = None
         rows: list[list[int] | None] = [None] * draws
         if how in ("resample", "mean"):
@@ -169,18 +184,25 @@ class _Cells(NamedTuple):
                 drawn = (prompts.draw(theirs, seed + i) for i in range(draws))
                 rows = [[draw[p] for p in ask.prompt_of] for draw in drawn]
         loads = _Loads(model, prompts) if "expert" in several else None
-        asked = []
-        for site in (site for site in sites if site not in twins):
+        asked: list[Asked] = []
+        every: list[_Cell] = []
+        first: dict[Any, tuple[int, str]] = {}
+        for site in sites:
             node = model.sites.node(site)
-            there = place(prompts, node, at)
+            there, (root, routing) = place(prompts, node, at), _alike(model, ask, site, along, how)
             for part in parts(model, prompts, site, several, there.where):
-                said = columns(site, node, there, part)
+                own = len(asked), routing
+                computed, routed = first.setdefault((site.block, root, *part.columns.items()), own)
+                every.append(_Cell(site, computed, routed == routing))
+                if computed < len(asked):
+                    continue
+                said = {**columns(site, node, there, part), "cell": computed}
                 if loads is not None:
                     said["load"] = loads.of(site, part)
                 if forced:
                     part = replace(part, where={dim_of("position", node): slice(None), **part.where})
                 asked.append(_cell(ask, site, part, said, how, rows, seed))
-        return cls(ask, asked, source, twins, left_out)
+        return cls(ask, asked, source, every, left_out)
 
 
 def forces(ask: Ask) -> bool:
@@ -188,11 +210,13 @@ def forces(ask: Ask) -> bool:
     return ask.rows.lengths != list(ask.spoken)
 
 
-def _check(how: str, by: Sequence[By], draws: int, tensors: Sequence[str] | None) -> None:
+def _check(how: str, by: Sequence[By], draws: int, tensors: Sequence[str] | None, reference: Prompts | None) -> None:
     if how not in get_args(How):
         raise BadEdit(f"how={how!r}: a tensor is ablated by {', '.join(get_args(How))}.")
     if draws < 1 or (how not in ("resample", "noise") and draws > 1):
         raise BadEdit(f"draws={draws}: resampling and noise take one draw or more; to {how} has nothing to draw.")
+    if reference is not None and how not in ("resample", "mean"):
+        raise BadEdit(f"reference={reference.name}: to {how} takes nothing from other prompts; leave it out.")
     if how == "exclude" and (by != ("expert",) or tensors not in (None, ["choice_score"], ("choice_score",))):
         raise BadEdit("exclude goes by expert, and is an edit of choice_score; say by='expert', and no tensors.")
 
@@ -245,20 +269,21 @@ def _editable(
     return sites, left_out
 
 
-def _twins(model: HookedModel, sites: Sequence[Site], by: Sequence[By], how: How) -> dict[Site, Site]:
-    """Each site whose edit equals, by construction, that of an earlier one in its block: which one."""
+def _alike(model: HookedModel, ask: Ask, site: Site, by: tuple[By, ...], how: How) -> tuple[str, str]:
+    """What tensors of a block have in common that are edited alike by construction, in the parts that they share; and
+    what those have that are routed alike, too.
+
+    Not all of the first kind are: to zero what the experts read, or what they add, leaves the same stream, but not the
+    same choice.
+    """
     if how == "exclude":
-        return {}
-    dims = model.dims
-    first: dict[tuple[int | None, str], Site] = {}
-    twins = {}
-    for site in sites:
-        assert site.block is not None, "chosen_sites are in blocks"
-        kind = {"moe": dims.moe[site.block], "query_latent": dims.r_q is not None, "norm_topk": dims.norm_topk}
-        other = first.setdefault((site.block, coinciding(how, tuple(by), **kind)[site.tensor]), site)
-        if other != site:
-            twins[site] = other
-    return twins
+        return site.tensor, site.tensor
+    assert site.block is not None, "chosen_sites are in blocks"
+    dims, looked = model.dims, {one.tensor for one in ask.sites(site.block) if one.block == site.block}
+    kind = {"moe": dims.moe[site.block], "query_latent": dims.r_q is not None, "norm_topk": dims.norm_topk}
+    both = (looked, looked | {"experts"} if dims.moe[site.block] else looked)
+    stream, routing = (coinciding(how, by, tuple(sorted(reads)), **kind)[site.tensor] for reads in both)
+    return stream, routing
 
 
 def reference_of(prompts: Prompts, reference: Prompts | None) -> Prompts:
@@ -287,23 +312,28 @@ def source_name(prompts: Prompts, reference: Prompts | None) -> str:
 # ---- what is added to the sweep's own numbers ------------------------------------------------------------------------
 
 
-def _with_twins(df: pd.DataFrame, twins: Mapping[Site, Site], model: HookedModel) -> pd.DataFrame:
-    """The rows of cells that equal others by construction, taken from these; all in the card's order."""
-    df = df.assign(same_as=np.nan)
-    copies = []
-    for site, twin in twins.items():
-        node = model.sites.node(site)
-        rows = df[(df["block"] == twin.block) & (df["tensor"] == twin.tensor)]
-        number = getattr(node, "number", None) or pd.NA
-        theirs: dict[str, Any] = {"step": number, "touched": pd.NA}
-        copies.append(rows.assign(tensor=site.tensor, symbol=node.symbol, same_as=twin.tensor, **theirs))
-    if not copies:
-        return df
-    order = {(site.block, site.tensor): i for i, site in enumerate(model.sites)}
-    whole = pd.concat([df.astype({"touched": object}), *copies], ignore_index=True)
-    return whole.iloc[whole[["block", "tensor"]].apply(tuple, axis=1).map(order).argsort(kind="stable")].reset_index(
-        drop=True
+def _with_copies(df: pd.DataFrame, cells: Sequence[_Cell], model: HookedModel) -> pd.DataFrame:
+    """The rows of all cells, tensor by tensor and metric by metric, out of those of the cells that were computed."""
+    nodes = [model.sites.node(cell.site) for cell in cells]
+    every = pd.DataFrame(
+        {
+            "cell": [cell.computed for cell in cells],
+            "routed": [cell.routed for cell in cells],
+            "site": pd.factorize(pd.Series([str(cell.site) for cell in cells]))[0],
+            "tensor": [cell.site.tensor for cell in cells],
+            "symbol": [node.symbol for node in nodes],
+            "step": pd.Series([getattr(node, "number", None) or pd.NA for node in nodes], dtype=object),
+        }
     )
+    computed = df.assign(order=df["metric"].map({name: i for i, name in enumerate(df["metric"].unique())}))
+    made = every.merge(computed, on="cell", suffixes=("", "_computed"))
+    made = made.sort_values(["site", "order"], kind="stable", ignore_index=True)
+    copied = made["tensor"] != made["tensor_computed"]
+    made["same_as"] = made["tensor_computed"].astype(object).where(copied, pd.NA)
+    for name, known in {"touched": ~copied, "routing_agreement": made["routed"], "flips": made["routed"]}.items():
+        if name in made:
+            made[name] = made[name].astype(object).where(known, pd.NA)
+    return made[[*df, "same_as"]].drop(columns="cell")
 
 
 class _Loads:

@@ -6,6 +6,10 @@ source instead (Sundararajan et al., 2017; for all tensors at once, Hanna et al.
 choice of experts has no derivative: an attribution holds the base's experts, integrated gradients each step's own.
 Beside them stands what they estimate, the patches themselves: where routing flips, first order knows nothing of it.
 
+Integrated gradients are complete at the embedding: over all its numbers they add up to source − base, were there steps
+without end. Choices of experts that flip on the way are jumps that no gradient sees, so in a mixture of experts the sum
+stays off. Every estimate's row says by how much, in ``completeness_gap``.
+
 An estimate compares the two runs position by position; texts whose spans stand elsewhere can only be patched. Slots of
 two runs are matched by expert. A contribution (``delta_experts``) of an expert that only one run chose counts
 0 in the other; ``gates`` and ``g_e`` … ``y_e`` of such a one don't exist, and a prompt that needs them has no value.
@@ -99,8 +103,9 @@ def attribute(
 
     Returns:
         A frame (see `experiments.frames.COLUMNS`). Of an estimate ``effect`` is the estimated change, and ``frozen``
-        says that experts were held. ``attrs["left_out"]`` says which tensors have none and why, ``attrs["unmatched"]``
-        counts cells without a value.
+        says that experts were held; ``completeness_gap`` is source − base less the sum of such estimates over the whole
+        embedding, whatever cells are asked for. ``attrs["left_out"]`` says which tensors have none and why,
+        ``attrs["unmatched"]`` counts cells without a value.
 
     Raises:
         UnknownTensor, OutOfRange, UnknownDim, BadEdit: a tensor, a block or a part that doesn't exist, has no gradient
@@ -118,6 +123,7 @@ def attribute(
         **common(model, name, prompts),
         "direction": direction,
         "source": asked.sides.of_source,
+        "seed": seed,
     }
     made = []
     for edit, one in found.items():
@@ -289,10 +295,17 @@ class _Asked(NamedTuple):
         return KEPT * sum(numel(model, site, rows, length) for site in made_anyway)
 
     def _measured(self, numbers: Sequence[_Numbers]) -> Measured:
-        effects, base, source = (np.concatenate(each, axis=-1) for each in zip(*numbers, strict=True))
+        effects, whole, base, source = (np.concatenate(each, axis=-1) for each in zip(*numbers, strict=True))
         key, lost = self.metric.name, np.isnan(effects)
         bases = np.where(lost, np.nan, base)
-        return Measured(self.cells, {key: bases + effects}, {key: bases}, {key: source}, {}, [[] for _ in self.cells])
+        return Measured(
+            self.cells,
+            {key: bases + effects},
+            {key: bases},
+            {key: source},
+            outcomes=[[] for _ in self.cells],
+            gap={key: source - base - whole},
+        )
 
 
 def _check_steps(steps: int) -> None:
@@ -342,9 +355,14 @@ def _sites(
 
 
 class _Numbers(NamedTuple):
-    """Estimated effects, [cells, prompts], and the metric of base and source, [prompts]."""
+    """Estimated effects, [cells, prompts], and the metric of base and source, [prompts].
+
+    Attributes:
+        whole: [prompts], the estimate of the whole embedding.
+    """
 
     effects: stats.Numbers
+    whole: stats.Numbers
     base: stats.Numbers
     source: stats.Numbers
 
@@ -362,21 +380,19 @@ def _estimated(
     names = {*parts, *slots, X_0, LOGITS}
     source = _held(model, both.source_ask, names)
     base: Held = {}
-    most = max(source[site].numel() for site in parts)
+    most = max(source[site].numel() for site in (X_0, *parts))
     scratch = torch.empty(most, dtype=torch.promote_types(source[X_0].dtype, torch.float32), device=model.device)
-    cells = _Cells(model, ask, parts, prompts, base, source, scratch)
+    cells = _Cells(model, ask, {X_0: [Part()], **parts}, prompts, base, source, scratch)
     first = cells.sums(metric, [None])
     numbers = [
         ask.values(metric, seen, ask.seen(base), whose=whose).numpy()
         for seen, whose in ((ask.seen(base), ask), (both.source_ask.seen(source), both.source_ask))
     ]
-    made = {FIRST_ORDER: _Numbers(first, *numbers)}
+    sums = {FIRST_ORDER: first}
     if steps:
         between = [torch.lerp(base[X_0], source[X_0], (i + 0.5) / steps) for i in range(steps)]
-        made[f"integrated gradients, {steps} step{'s' if steps > 1 else ''}"] = _Numbers(
-            cells.sums(metric, between) / steps, *numbers
-        )
-    return made
+        sums[f"integrated gradients, {steps} step{'s' if steps > 1 else ''}"] = cells.sums(metric, between) / steps
+    return {kind: _Numbers(made[1:], made[0], *numbers) for kind, made in sums.items()}
 
 
 def _held(model: HookedModel, ask: Ask, names: Collection[Site]) -> Held:

@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments.attribution import agreement, paired
+from experiments.effects import gaps
 from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, heading, heatmap, nothing, short, symbol
 
@@ -264,7 +265,14 @@ def scatter(df: pd.DataFrame, ax: Axes | None = None, *, kind: str = "attributio
     ax.set_xlabel(f"estimate of the change of {unit}", fontsize=SIZE, color=INK)
     ax.set_ylabel("change by the patch itself", fontsize=SIZE, color=INK)
     _plain(ax)
-    ax.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    left = gaps(df).get(kind)
+    ax.legend(
+        frameon=False,
+        fontsize=SMALL,
+        loc="lower right",
+        title=left and f"left over the embedding: {left}",
+        title_fontsize=SMALL,
+    )
     lost = int(numbers["missing"].sum())
     notes = [f"{lost} cells lack a patch or an estimate"] if lost else []
     row = df.iloc[0]

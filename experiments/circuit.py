@@ -33,7 +33,7 @@ from experiments.options import Rest
 from experiments.parts import ablation, dim_of
 from experiments.patch import usual
 from experiments.prompts import Prompts
-from experiments.study import common
+from experiments.study import common, other_options
 from hooks import Edit, HookedModel, Live
 from hooks.cells import BUDGET
 from hooks.where import where_of
@@ -105,7 +105,10 @@ def circuit(
         "seed": seed,
         "source": source_name(prompts, reference) if asked.source is not None else pd.NA,
     }
-    df = frame(pd.concat(parts, ignore_index=True).assign(**same), study="circuit")
+    others = other_options(circuit, among=among, random_sets=random_sets, subsets=subsets, draws=draws)
+    rows = pd.concat(parts, ignore_index=True).assign(**same)
+    rows["options"] = rows["options"].map(lambda own: ", ".join(x for x in (own, others) if pd.notna(x)) or pd.NA)
+    df = frame(rows, study="circuit")
     df.attrs["unmatched"] = int(df["value"].isna().sum())
     return df
 
@@ -177,6 +180,8 @@ class _Circuit(NamedTuple):
             raise BadEdit(f"how={how!r}: what a circuit leaves out is replaced by {', '.join(get_args(Rest))}.")
         if draws < 1 or (how != "resample" and draws > 1):
             raise BadEdit(f"draws={draws}: resampling takes one draw or more; {how} has nothing to draw.")
+        if how == "zero" and reference is not None:
+            raise BadEdit(f"reference={reference.name}: zero takes nothing from other prompts; leave it out.")
         every = nodes(model, prompts, among)
         ask = Ask(model, prompts, metrics or usual(prompts))
         _check_apart(every, ask)
@@ -224,6 +229,7 @@ class _Circuit(NamedTuple):
         return made
 
     def _columns(self, test: _Test) -> dict[str, Any]:
+        like = test.test == "faithfulness" and test.kept != self.own
         one = self.all[next(iter(test.removed))].columns if len(test.removed) == 1 else {}
         return {
             "block": pd.NA,
@@ -232,7 +238,8 @@ class _Circuit(NamedTuple):
             "test": test.test,
             "kept": self._text(test.kept),
             "removed": self._text(test.removed),
-            "against": "random" if test.test == "faithfulness" and test.kept != self.own else pd.NA,
+            "against": "random" if like else pd.NA,
+            "options": f"like {self._text(self.own)}" if like else pd.NA,
         }
 
     def _text(self, some: Set) -> Any:

@@ -281,6 +281,7 @@ def attribute(
     two_texts(prompt, corrupt)
     from experiments import attribution as study
     from experiments import causal_plots
+    from experiments.effects import gaps
     from experiments.tables import agreement_table, effect_tables
 
     place = folder_for(out, dry_run, per_prompt)
@@ -297,6 +298,8 @@ def attribute(
         table.print()
     if exact and not per_prompt:
         agreement_table(df).print()
+    for edit, left in gaps(df[:0] if per_prompt else df).items():
+        typer.echo(f"{edit}: over the whole embedding the estimates leave {left}")
     for reason in df.attrs["left_out"].values():
         typer.echo(f"left out: {reason}")
     if place:

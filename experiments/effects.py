@@ -58,6 +58,21 @@ def changed(df: pd.DataFrame, metric: str) -> str:
     return ("" if from_zero else "change of ") + metric.replace("_", " ")
 
 
+def gaps(df: pd.DataFrame) -> dict[str, str]:
+    """What the estimates of each kind, over the whole embedding, leave of source − base: ``+0.11 of 30.7 logits``."""
+    from experiments.plots import short
+
+    said = {}
+    there = df[df["completeness_gap"].notna()] if "completeness_gap" in df else df[:0]
+    for edit, part in there.groupby("edit", sort=False):
+        most = part[part["n"] == part["n"].max()]
+        row = most.loc[[most["recovered"].abs().fillna(0.0).idxmax()]].to_dict("records")[0]
+        whole = f" of {short(row['effect'] / row['recovered'])}" if row["recovered"] else ""
+        unit = "" if row["unit"] == "1" else f" {row['unit']}"
+        said[str(edit)] = f"{short(row['completeness_gap'], signed=True)}{whole}{unit}"
+    return said
+
+
 def keys(df: pd.DataFrame) -> list[str]:
     """The columns that tell the cells of a frame of one metric apart."""
     parts = [name for name in PARTS if name in df and df[name].notna().any() and (name != "role" or "pos" not in df)]

@@ -30,7 +30,7 @@ from probe.card import Leaf, Step
 from probe.errors import ProbeError, nearest
 from probe.headers import expanded
 
-VERSION = 1
+VERSION = 2
 """Of the schema; it travels in ``df.attrs`` and in parquet files."""
 
 ATTRS = b"PANDAS_ATTRS"
@@ -66,7 +66,7 @@ COLUMNS: dict[str, Column] = {
     "symbol": Column("string", "its symbol, LaTeX without dollars"),
     "edit": Column("string", "what was done to it: zero, resample; NA where nothing was"),
     "into": Column("string", "the readers that saw the edit; NA: all"),
-    "within": Column("string", "the subspace that the edit was limited to; NA: none"),
+    "within": Column("string", "the subspace that the edit, or what was read, was limited to; NA: none"),
     "hold": Column("string", "what kept its base value between sender and receiver"),
     "frozen": Column("string", "what was held at the base's value after the edit"),
     "sender": Column("string", "site that a path starts from"),
@@ -81,7 +81,9 @@ COLUMNS: dict[str, Column] = {
     ),
     "alpha": Column("Float64", "strength of the edit: the factor of a scaling; of a direction, in multiples of an rms"),
     "when": Column("string", "whose tokens were steered: prompt, steps (of decoding), both; NA: a plain text's"),
-    "seed": Column("Int64", "seed of the draw; NA where nothing was drawn, or over all draws"),
+    "seed": Column(
+        "Int64", "seed of all that was drawn, of several draws the first's; of an interval's resamples, too"
+    ),
     # where
     "example": Column("Int64", "index of the prompt, from 0; NA: over all"),
     "group": Column("string", "group of prompts that an average was taken over; held out: they chose no cell"),
@@ -99,6 +101,7 @@ COLUMNS: dict[str, Column] = {
     "dtype": Column("string", "activation dtype of the run"),
     "numerics": Column("string", "profile of the numerics: reference, careful"),
     "beyond": Column("Int64", "the model's max_position_embeddings, where longer texts were let in; NA: refused"),
+    "options": Column("string", "what no other column tells of the study's arguments, where not the default: draws=4"),
     # what came out
     "metric": Column("string", "what was measured"),
     "unit": Column("string", "its unit; 1 for a ratio"),
@@ -106,6 +109,11 @@ COLUMNS: dict[str, Column] = {
     "base": Column("Float64", "the metric in the run without the edit; of a probe, of always guessing the same"),
     "effect": Column("Float64", "value - base"),
     "recovered": Column("Float64", "(value - base) / (source - base), over prompts the ratio of the means"),
+    "completeness_gap": Column(
+        "Float64",
+        "the whole less the sum of its parts: source - base less the estimates at the embedding, base less all that is"
+        " added up to it",
+    ),
     "n": Column("Int64", "number of independent units, prompts as a rule, behind value"),
     "small_gaps": Column("Int64", "number of prompts with source near base: kept out of rows by prompt, not of means"),
     "mistaken": Column("Int64", "number of prompts that the model gets wrong: see experiments.stats.mistaken"),

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from experiments.asking import LOGITS, Ask
+from experiments.frames import frame
 from experiments.metrics import METRICS, BadMetric, Metric, choose
 from experiments.options import Scale, Split
 from experiments.prompts import Prompts, padded
 from experiments.stats import check_average
-from experiments.study import Reading, chosen_sites, passes, report
+from experiments.study import Reading, chosen_sites, direction_name, other_options, passes, report
 from hooks import HookedModel
 from hooks.where import Rows
 from probe.engine import evaluate, plan
@@ -269,7 +270,8 @@ def direct(
         A frame with a row for each part: ``x_0``, ``delta_heads`` by head or ``delta_attn``, ``delta_experts`` by
         expert with ``delta_shared``, or ``delta_ffn``. ``value`` is what the part adds, in logits, averaged as an
         ablation's, ``base`` the whole. An expert adds 0 to a prompt that did not choose it. Parts are summed up in
-        fp64 and the whole as the model does; ``attrs["rounding"]`` is the largest difference of any prompt.
+        fp64 and the whole as the model does: ``completeness_gap`` is what their sum leaves of it by rounding, and
+        ``attrs["rounding"]`` the largest of any prompt.
 
     Raises:
         UnknownDim: ``by`` names anything else.
@@ -287,7 +289,12 @@ def direct(
     whole = toward.along(unembed(model, made[last])[:, 0])
     parts = [(what, s * share) for what, share in _parts(model, made)]
     readings = [Reading({**what, **read.columns[0]}, toward.metric, "logits", share, whole) for what, share in parts]
-    df = report(model, prompts, readings, study="direct", per_prompt=per_prompt, name=name, frozen="s_final")
+    same: Columns = {"frozen": "s_final", "options": other_options(direct, by=by)}
+    if direction is not None:
+        same["within"] = direction_name(direction)
+    df = report(model, prompts, readings, study="direct", per_prompt=per_prompt, name=name, **same)
+    each = df["example"] if per_prompt else pd.Series(0, df.index)
+    df = frame(df.assign(completeness_gap=df["base"] - df["value"].groupby(each).transform("sum")), study="direct")
     df.attrs["rounding"] = float((sum(share for _, share in parts) - whole).abs().max())
     return df
 

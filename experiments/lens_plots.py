@@ -131,7 +131,8 @@ def direct(df: pd.DataFrame, ax: Axes | None = None, *, most: int = 14, title: s
     unit, name = df["unit"].iloc[0], df["metric"].iloc[0].replace("_", " ")
     _axes(ax, f"what it adds to the {name} [{unit}]", across=True)
     said = f"The parts of the {name}, {short(whole)} in all{_n(df)}"
-    heading(ax, said if title is None else title, ["given the final norm's scale"])
+    gap = short(whole - float(df["value"].sum()), signed=True)
+    heading(ax, said if title is None else title, ["given the final norm's scale", f"left by rounding: {gap}"])
     return ax
 
 

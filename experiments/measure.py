@@ -62,6 +62,7 @@ class Measured:
         source: [prompts]; only of metrics that a source has (of tensors none).
         noise: [cells, seeds, prompts], the effects of rounding alone in the cell's block; only where precision is low.
         outcomes: of each cell, one for each draw.
+        gap: [prompts], what a sum that should be complete leaves of the whole; only where there is such a sum.
     """
 
     asked: Sequence[Asked]
@@ -70,6 +71,7 @@ class Measured:
     source: dict[str, stats.Numbers] = field(default_factory=dict)
     noise: dict[str, stats.Numbers] = field(default_factory=dict)
     outcomes: list[list[Outcome]] = field(default_factory=list)
+    gap: dict[str, stats.Numbers] = field(default_factory=dict)
 
     @property
     def unmatched(self) -> int:
@@ -394,6 +396,9 @@ def _averaged(ask: Ask, found: Measured, metric: Metric, what: pd.DataFrame, see
         there = ~np.isnan(found.values[metric.name])[:, None]
         noise = stats.units(np.where(there, found.noise[metric.name], np.nan), groups)
         columns["noise_floor"] = _floor(stats.recovered(noise, np.ones_like(noise)))
+    if metric.name in found.gap:
+        gap = stats.units(np.where(np.isnan(found.values[metric.name]), np.nan, found.gap[metric.name]), groups)
+        columns["completeness_gap"] = stats.recovered(gap, np.ones_like(gap))
     return what.assign(**columns)
 
 
@@ -422,6 +427,8 @@ def _by_prompt(ask: Ask, found: Measured, metric: Metric, what: pd.DataFrame, se
         rows["recovered"] = np.where(stats.small_gaps(base, source), np.nan, ratio).ravel()
     if metric.name in found.noise:
         rows["noise_floor"] = _floor(found.noise[metric.name]).ravel()
+    if metric.name in found.gap:
+        rows["completeness_gap"] = np.broadcast_to(found.gap[metric.name], values.shape).ravel()
     return rows[_about(found.asked, prompts).ravel()]
 
 

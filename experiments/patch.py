@@ -25,12 +25,15 @@ from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.options import By, Direction
 from experiments.parts import Part, columns, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import chosen_sites, common
+from experiments.study import chosen_sites, common, other_options
 from hooks import Edit, HookedModel, Live, freeze, noise
 from hooks import patch as patched
 from hooks.cells import BUDGET
 from probe.errors import BadEdit
 from probe.sites import Site
+
+NOISE = 3.0
+"""Standard deviations of noise where nobody says how much."""
 
 
 def patch(
@@ -44,7 +47,7 @@ def patch(
     window: int = 1,
     direction: Direction = "denoise",
     noise_at: str | int | None = None,
-    noise_std: float = 3.0,
+    noise_std: float = NOISE,
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     seed: int = 0,
@@ -69,7 +72,8 @@ def patch(
         noise_std: of that noise, in standard deviations of the prompt's own embeddings.
         frozen: tensors that are held at the base's values from the patch on: ``experts``, ``gates``, ``A``, ``s_*``.
         metrics: names, see `experiments.metrics.metric`; None: the usual ones of the logits.
-        seed, draws: of the noise, and how many draws of it; metrics are averaged over them.
+        seed, draws: of the noise, and how many draws of it; metrics are averaged over them. The seed is of the
+            intervals' resamples, too.
         per_prompt: a row for each prompt, its index in ``example``, in place of the average.
         budget: bytes for the rows in flight.
         beyond: whether texts may be longer than ``max_position_embeddings``; see `HookedModel.reaching`.
@@ -99,7 +103,8 @@ def patch(
         "edit": "patch" if window == 1 else f"patch of {window} blocks",
         "direction": direction,
         "frozen": ", ".join(frozen) or pd.NA,
-        "seed": seed if noised and draws == 1 else pd.NA,
+        "seed": seed,
+        "options": other_options(patch, noise_std=noise_std, draws=draws),
         "source": pairs[0].of_source if noise_at is None else f"{pairs[0].of_source}, noise at {noise_at}",
     }
     df = frame(df.assign(**same), study="patch")
@@ -119,7 +124,7 @@ def outlook(
     window: int = 1,
     direction: Direction = "denoise",
     noise_at: str | int | None = None,
-    noise_std: float = 3.0,
+    noise_std: float = NOISE,
     frozen: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
     draws: int = 1,
@@ -210,6 +215,8 @@ class _Pair(NamedTuple):
         cls, model: HookedModel, prompts: Prompts, options: _Options, metrics: Sequence[str] | None, seed: int
     ) -> _Pair:
         """All that follows from the arguments of `patch`."""
+        if options.noise_at is None and options.noise_std != NOISE:
+            raise BadEdit(f"noise_std={options.noise_std}: there is no noise; say where by noise_at, or leave it out.")
         corrupted = None if options.noise_at is None else (_noise(options, seed),)
         made = sides(model, prompts, options.direction, metrics, corrupted=corrupted)
         by_name = "role" in listed(options.by) or isinstance(options.at, str)

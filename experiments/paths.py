@@ -99,6 +99,7 @@ def paths(
         "frozen": ", ".join(frozen) or pd.NA,
         "direction": direction,
         "source": asked.sides.of_source,
+        "seed": seed,
     }
     df = frame(df.assign(**same), study="paths")
     df.attrs["mistaken"] = None if those is None else int(those.sum())

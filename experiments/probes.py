@@ -28,7 +28,7 @@ from experiments.options import Control, Probe
 from experiments.prompts import Prompts
 from experiments.readout import Fits, How, guesses, marks
 from experiments.stats import interval, summary, units
-from experiments.study import common, numel, passes, progress
+from experiments.study import common, numel, other_options, passes, progress
 from experiments.vectors import SLOTS, Place, Places, Vectors, count_tokens, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.edits import SCORES
@@ -38,6 +38,9 @@ from probe.weights import random_weights
 
 WIDTH = 32
 """Principal components that a probe sees."""
+
+DRAWS = 5
+"""Of shuffled labels, where nobody says how many."""
 
 
 def probes(
@@ -54,7 +57,7 @@ def probes(
     width: int = WIDTH,
     folds: int = 6,
     controls: Sequence[Control] = get_args(Control),
-    draws: int = 5,
+    draws: int = DRAWS,
     test: Prompts | None = None,
     test_labels: Labels | None = None,
     seed: int = 0,
@@ -109,11 +112,15 @@ def probes(
     sites, left_out = readable(model, sets, tensors, blocks, e)
     study = _Study(sets, find_places(sets, at), e, taught, _how(taught, probe, width, seed))
     tables = list(study.tables(model, sites, controls))
+    told_labels = None if test_labels is None else _name(test_labels, None)
     same: dict[str, Any] = {
         **common(model, name),
         "label": _name(labels, of),
         "probe": probe,
         "seed": seed,
+        "options": other_options(
+            probes, e=e, width=width, folds=folds, draws=draws, test=test, test_labels=told_labels
+        ),
         "metric": "accuracy" if taught.classes else "r2",
         "unit": "1",
     }
@@ -137,7 +144,7 @@ def outlook(
     width: int = WIDTH,
     folds: int = 6,
     controls: Sequence[Control] = get_args(Control),
-    draws: int = 5,
+    draws: int = DRAWS,
     test: Prompts | None = None,
     test_labels: Labels | None = None,
     seed: int = 0,
@@ -163,6 +170,8 @@ def _check(probe: str, controls: Sequence[str], draws: int) -> None:
         raise BadProbe(f"controls={wrong!r}: give a list out of {', '.join(get_args(Control))}.")
     if draws < 1:
         raise OutOfRange(f"draws={draws}: labels are shuffled once or more.")
+    if draws != DRAWS and "shuffled" not in controls:
+        raise BadProbe(f"draws={draws}: of shuffled labels, and 'shuffled' is not among the controls; leave it out.")
 
 
 def _how(taught: Lesson, probe: Probe, width: int, seed: int) -> How:
@@ -412,7 +421,7 @@ def direction(
     Raises:
         BadProbe: ``to`` is no class, or numbers have none; and as `probes`.
     """
-    _check(probe, (), 1)
+    _check(probe, (), DRAWS)
     true = truth([prompts], labels, of)
     taught = lesson([prompts], true, folds, 0, seed, aside=False)
     if to not in (true.classes or (None,)):

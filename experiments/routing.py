@@ -31,7 +31,7 @@ from experiments.options import How
 from experiments.parts import ablation
 from experiments.prompts import Prompts
 from experiments.stats import Numbers, summary, units
-from experiments.study import chosen_blocks, common, passes
+from experiments.study import chosen_blocks, common, other_options, passes
 from hooks import Cell, Edit, HookedModel, Live, Run, freeze, patch
 from hooks import outlook as ahead
 from hooks.edits import Freeze
@@ -90,7 +90,8 @@ def routing(
             experts = _of_experts(looks[block], other_sets if len(sets) > 1 else None, some)
             rows = experts, _of_block(looks[block], others, loads, some)
             parts += [part.assign(block=block, prompts=some.name).astype(object) for part in rows]
-    return _frame(model, pd.concat(parts, ignore_index=True), name)
+    several = other_options(routing, prompts=sets if len(sets) > 1 else None)
+    return _frame(model, pd.concat(parts, ignore_index=True).assign(options=several), name)
 
 
 def outlook(
@@ -147,9 +148,6 @@ def coactivation(
 HOWS = ("zero", "mean", "resample", "noise")
 """How a text says that a node is edited, for `split`."""
 
-DRAWN = ("resample ", "noise ")
-"""How a text begins whose edit hangs on the seed."""
-
 
 def split(
     model: HookedModel,
@@ -201,7 +199,7 @@ def split(
         flips=pd.Series([run.flips for run in runs]),
     )
     what["source"] = pd.NA if asked.source is None else source_name(prompts, reference)
-    what["seed"] = seed if any(isinstance(one, str) and one.startswith(DRAWN) for one in asked.told) else pd.NA
+    what["seed"], what["options"] = seed, other_options(split, gates=gates)
     groups, parts = [prompt.group for prompt in prompts.rows], []
     for metric in ask.metrics:
         before, whole, computed, alone = (ask.values(metric, one, seen[0], block).numpy() for one in seen)
@@ -274,6 +272,8 @@ class _Split(NamedTuple):
             if any(isinstance(one, str) and one.startswith("resample ") for one in told):
                 drawn = prompts.draw(theirs, seed)
                 rows = [drawn[p] for p in ask.prompt_of]
+        elif reference is not None:
+            raise BadEdit(f"reference={reference.name}: no edit takes from other prompts; leave it out.")
         router = ("experts", "gates") if gates else ("experts",)
         asked = cls(ask, told, (), source, rows, router, None, [])
         made = asked._from(model, prompts, source, seed)

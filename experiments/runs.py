@@ -36,6 +36,7 @@ import pandas as pd
 import torch
 
 from experiments import frames
+from experiments.apart import Told
 from experiments.compare import RANDOM, load_second
 from experiments.fingerprint import fingerprint
 from experiments.frames import BadPath
@@ -77,7 +78,8 @@ def run(spec: Spec, out: str | os.PathLike[str], *, shard: tuple[int, int] = (1,
     """Do the units of a spec that are not done yet, and join all when they are.
 
     Before the first of them all are planned (`experiments.studies.Study.plan`): a tensor, a metric or a span that does
-    not exist is found then, in the last unit as in the first, and nothing has been written.
+    not exist is found then, in the last unit as in the first, and so are two units that one frame could not hold
+    (`experiments.apart`); and nothing has been written.
 
     Args:
         out: the run folder; made where there is none.
@@ -88,7 +90,8 @@ def run(spec: Spec, out: str | os.PathLike[str], *, shard: tuple[int, int] = (1,
         The frame of all units, as in ``frame.parquet``; None while units of other shards are missing.
 
     Raises:
-        BadRun: the folder is another run's, or another process is at work on these units; a shard that doesn't exist.
+        BadRun: the folder is another run's, or another process is at work on these units; a shard that doesn't exist;
+            two units that no column tells apart.
         BadPath: the folder can't be written, or the disk is full.
         ProbeError: whatever a unit raises, with its label in front. In any case what is finished stays.
     """
@@ -126,12 +129,18 @@ def finished(out: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def plan(spec: Spec) -> list[Mapping[str, float]]:
-    """What each unit would cost, as its study tells (`experiments.studies.Study.plan`); nothing where it can't."""
-    estimate = STUDIES[spec.study].plan
-    if estimate is None:
-        return [{} for _ in spec.units]
-    shelf = _Shelf(spec.folder)
-    return [estimate(shelf.model(unit), **shelf.arguments(estimate, unit)) for unit in spec.units]
+    """What each unit would cost, as its study tells (`experiments.studies.Study.plan`); nothing where it can't.
+
+    Raises:
+        ProbeError: whatever `run` raises before its first unit, but for the folder.
+    """
+    estimate, shelf, apart = STUDIES[spec.study].plan, _Shelf(spec.folder), _Apart(spec)
+    costs: list[Mapping[str, float]] = []
+    for what, unit in _named(spec):
+        with asking(what):
+            costs.append({} if estimate is None else estimate(shelf.model(unit), **shelf.arguments(estimate, unit)))
+            apart.check(what, unit, shelf, shelf.covers(spec.study, unit))
+    return costs
 
 
 def _do(study: str, job: Job, file: Path, shelf: _Shelf) -> None:
@@ -318,11 +327,10 @@ def _installed() -> dict[str, str]:
 
 
 def _jobs(spec: Spec, shelf: _Shelf, place: Path) -> list[Job]:
-    """All units with what they hang on; each that isn't finished has been planned."""
+    """All units with what they hang on; each that isn't finished has been planned, and all are apart."""
     jobs = []
-    estimate = STUDIES[spec.study].plan
-    for at, unit in enumerate(spec.units):
-        what = f"unit {at + 1} of {len(spec.units)}" + (f" ({unit.label})" if unit.label else "")
+    estimate, apart = STUDIES[spec.study].plan, _Apart(spec)
+    for at, (what, unit) in enumerate(_named(spec)):
         with asking(what):
             covers = shelf.covers(spec.study, unit)
             key = _digest(json.dumps([_versions(), spec.study, covers], sort_keys=True))
@@ -331,7 +339,43 @@ def _jobs(spec: Spec, shelf: _Shelf, place: Path) -> list[Job]:
             jobs.append(Job(unit, what, covers, Path("units", f"{name}.parquet")))
             if estimate is not None and not (place / jobs[-1].file).exists():
                 estimate(shelf.model(unit), **shelf.arguments(estimate, unit), timed=False)
+            apart.check(what, unit, shelf, covers)
     return jobs
+
+
+def _named(spec: Spec) -> Iterator[tuple[str, Unit]]:
+    """The units, each with its place and label, for messages."""
+    for at, unit in enumerate(spec.units, 1):
+        yield f"unit {at} of {len(spec.units)}" + (f" ({unit.label})" if unit.label else ""), unit
+
+
+class _Apart:
+    """Sees that one frame can hold the rows of all units; see `experiments.apart`."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.study = spec.study
+        self.seen: dict[str, list[tuple[str, Unit, Told]]] = {}
+
+    def check(self, what: str, unit: Unit, shelf: _Shelf, covers: Mapping[str, Any]) -> None:
+        """One more unit.
+
+        Raises:
+            BadRun: no column would tell its rows from another's.
+        """
+        told = Told.of(shelf.model(unit), covers, shelf.arguments(STUDIES[self.study].run, unit))
+        alike = self.seen.setdefault(told.rows, [])
+        for before, other, theirs in alike:
+            if told.shares(theirs):
+                ours, others = (
+                    {**one.arguments, **{f"model.{key}": value for key, value in one.model.items()}}
+                    for one in (unit, other)
+                )
+                odd = [key for key in {**others, **ours} if ours.get(key) != others.get(key)]
+                raise BadRun(
+                    f"{before} would have the same rows: the two differ in {' and '.join(odd)}, and no column tells one"
+                    " from the other. Leave one out, or run it as a spec of its own, into another folder."
+                )
+        alike.append((what, unit, told))
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from experiments.patch import usual
 from experiments.probes import Direction
 from experiments.probes import direction as of_probe
 from experiments.prompts import Prompts
-from experiments.study import common
+from experiments.study import common, direction_name, other_options
 from experiments.vectors import Place, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.apply import bound
@@ -117,10 +117,12 @@ def steer(
     whole = measure(model, asked.ask, asked.cells(target.place), when=when, budget=budget, what="steer")
     aside = measure(model, asked.aside, asked.cells(target.within), budget=budget, what="plain text")
     unit = pd.DataFrame([{**target.columns, "metric": "rms", "unit": "1", "value": asked.rms}])
-    there = target.there.columns
+    there = {**target.there.columns, "options": other_options(steer, random_directions=random_directions)}
+    sized = {"prompts": prompts, "at": at, "when": when}  # where a dose's size is taken, on plain text too
+    beside = other_options(steer, random_directions=random_directions, **sized)
     parts = [
         asked.rows(asked.ask, whole, seed).assign(prompts=prompts.name, when=when, **there),
-        asked.rows(asked.aside, aside, seed).assign(prompts=asked.aside.prompts.name),
+        asked.rows(asked.aside, aside, seed).assign(prompts=asked.aside.prompts.name, options=beside),
         unit.assign(prompts=prompts.name, when=when, **there),
     ]
     same: dict[str, Any] = {
@@ -208,11 +210,14 @@ class _Along(NamedTuple):
 def _along(
     model: HookedModel, prompts: Prompts, direction: str | Tensor | Direction, target: _Target, learn: Prompts | None
 ) -> _Along:
+    if learn is not None and (not isinstance(direction, str) or direction.startswith("token:")):
+        raise BadEdit(f"learn={learn.name}: this direction is not learnt from prompts; leave it out.")
     if isinstance(direction, Direction):
         to = "" if direction.to is None else f"={direction.to}"
         return _Along(direction.vector, f"{direction.probe}:{direction.label}{to}", direction.prompts)
     if not isinstance(direction, str):
-        return _Along(torch.as_tensor(direction, dtype=torch.float32).detach().cpu(), "a direction")
+        vector = torch.as_tensor(direction, dtype=torch.float32).detach().cpu()
+        return _Along(vector, direction_name(vector))
     kind, _, what = direction.partition(":")
     if kind == "token" and what:
         return _Along(_of_token(model, prompts, what, target.site), direction)

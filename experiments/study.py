@@ -8,7 +8,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -139,6 +140,26 @@ def common(model: HookedModel, name: str | None, prompts: Prompts | None = None)
     what = {"model": identity(model, name)} | ({} if prompts is None else {"prompts": prompts.name})
     reach = {"beyond": model.dims.max_positions} if model.decoder.beyond else {}
     return what | {"dtype": activation_dtype(model), "numerics": model.decoder.numerics} | reach
+
+
+def other_options(study: Callable[..., Any], **given: Any) -> Any:
+    """The column ``options``: arguments of a study that no other column tells, where they aren't the defaults (lists by
+    their items, prompts by name); NA where there is nothing to tell."""
+    defaults = {key: _plain(one.default) for key, one in signature(study).parameters.items()}
+    said = [f"{key}={value}" for key, x in given.items() if (value := _plain(x)) not in (None, defaults[key])]
+    return ", ".join(said) or pd.NA
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.name if isinstance(value, Prompts) else value
+
+
+def direction_name(direction: Any) -> str:
+    """What tells a direction from others in a frame."""
+    values = torch.as_tensor(direction, dtype=torch.float32).detach().cpu().contiguous()
+    return f"a direction {hashlib.blake2s(values.numpy().tobytes(), digest_size=4).hexdigest()}"
 
 
 def progress(total: int, what: str) -> tqdm[NoReturn]:

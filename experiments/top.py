@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.frames import frame
 from experiments.prompts import Prompts, padded
-from experiments.study import common, passes
+from experiments.study import common, direction_name, passes
 from hooks import HookedModel
 from hooks.edits import SCORES
 from hooks.where import Mask, Place, indices, where_of
@@ -93,10 +93,11 @@ def top(
         raise BadText("there is no text.")
     df = pd.DataFrame(_rows(model, view, heap, tokens))
     df = df.assign(value=sign * df["value"], metric="smallest" if smallest else "largest", unit="1")
-    place = {
+    place: dict[str, Any] = {
         "tensor": site.tensor,
         "block": site.block,
         "prompts": texts.name if isinstance(texts, Prompts) else "texts",
+        "within": pd.NA if direction is None else direction_name(direction),
     }
     return frame(df.assign(**common(model, name), **place), study="top")
 

@@ -244,8 +244,9 @@ def test_draws_are_averaged(model: HookedModel, prompts: Prompts) -> None:
     first, second = (ablate(model, prompts, seed=seed, **options) for seed in (4, 5))
     assert not np.allclose(first["value"], second["value"])
     np.testing.assert_allclose(both["value"], (first["value"] + second["value"]) / 2, rtol=1e-4)
-    assert both["seed"].isna().all() if "seed" in both else True
-    assert set(first["seed"]) == {4}
+    assert set(both["seed"]) == set(first["seed"]) == {4}
+    assert set(both["options"]) == {"draws=2"}
+    assert "options" not in first
 
 
 def test_routing_agreement_and_flips_are_those_of_the_sets(model: HookedModel, prompts: Prompts) -> None:

@@ -21,11 +21,13 @@ from typer.testing import CliRunner
 from experiments import causal_plots, frames
 from experiments.attribution import FIRST_ORDER, agreement, attribute, outlook, paired
 from experiments.cli import app
+from experiments.effects import gaps
 from experiments.frames import BadFrame
 from experiments.metrics import BadMetric
 from experiments.options import By
 from experiments.parts import can_go
 from experiments.patch import patch
+from experiments.plots import short
 from experiments.prompts import Answer, Prompt, Prompts
 from experiments.tables import agreement_table
 from hooks import Edit, HookedModel, Run, edit, freeze
@@ -149,6 +151,11 @@ def test_estimates_are_autograd_through_transformers(steps: int) -> None:
         site = MODEL.sites.find(name)
         np.testing.assert_allclose(effects(whole, kind, block=site.block, tensor=site.tensor), value.sum(-1), atol=2e-4)
     assert min(float(value.sum(-1).abs().max()) for value in expected.values()) > 0.1
+    left = theirs(PAIRS)[0] - theirs(PAIRS.swapped())[0] - expected["blocks.0.x_n"].sum(-1)
+    for site in ("blocks.0.x_n", "blocks.2.delta_ffn"):  # whatever is asked for
+        of = MODEL.sites.find(site)
+        here = whole[(whole["edit"] == kind) & (whole["block"] == of.block) & (whole["tensor"] == of.tensor)]
+        np.testing.assert_allclose(here["completeness_gap"].astype(float), left.detach(), atol=2e-4)
     roles = attribute(MODEL, PAIRS, tensors=["delta_attn"], by="role", exact=False, steps=steps, per_prompt=True)
     for block in range(3):
         value = expected[f"blocks.{block}.delta_attn"]
@@ -345,9 +352,29 @@ def test_integrated_gradients_of_the_embedding_add_up_to_the_whole_difference() 
         df = df[df["edit"] == f"integrated gradients, {steps} steps"]
         sums = df.groupby("example")["effect"].sum().to_numpy(float)
         errors.append(abs(sums - exact).max())
+        left = df.groupby("example")["completeness_gap"].agg(["min", "max"]).to_numpy(float)
+        np.testing.assert_allclose(left, np.stack([exact - sums] * 2, -1), atol=2e-4)
     assert errors == sorted(errors, reverse=True)
     assert errors[3] < 2e-3 < 0.1 * errors[2]
     assert errors[0] > 1
+
+
+def test_what_flips_on_the_way_is_left_over_and_said() -> None:
+    """However many steps: a choice of experts that flips is a jump, which no gradient sees. An average leaves the
+    average of what its prompts leave, and says so in words."""
+    asked: dict[str, Any] = {"tensors": ["x_n"], "blocks": [0], "steps": 256, "exact": False}
+    rows = attribute(MODEL, PAIRS, per_prompt=True, **asked)
+    left = rows.loc[rows["edit"] != FIRST_ORDER, "completeness_gap"].astype(float)
+    assert left.abs().max() > 0.1, "a dense model's is 50 times smaller with a quarter of the steps"
+    df = attribute(MODEL, PAIRS, **asked)
+    first, last = df.to_dict("records")
+    assert last["completeness_gap"] == pytest.approx(left.mean(), abs=1e-6)
+    total = theirs(PAIRS)[0].mean().item() - theirs(PAIRS.swapped())[0].mean().item()
+    assert last["completeness_gap"] + last["effect"] == pytest.approx(total, abs=1e-3)
+    assert gaps(df) == {
+        row["edit"]: f"{short(row['completeness_gap'], signed=True)} of {short(total)} logits" for row in (first, last)
+    }
+    assert gaps(patch(MODEL, PAIRS, tensors=["x_n"], blocks=[0], by=None)) == {}
 
 
 def test_an_equal_pair_has_no_effect_and_another_direction_another_base() -> None:
@@ -623,6 +650,7 @@ def test_the_pictures() -> None:
         for dots, which in ((kept, False), (flipped, True)):
             rows = pair[pair["flipped"] == which]
             np.testing.assert_allclose(dots.get_offsets(), rows[["estimate", "patch"]].astype(float))
+        assert ax.get_legend().get_title().get_text() == f"left over the embedding: {gaps(df)[kind]}"
         said = [text.get_text() for text in ax.get_legend().get_texts()]
         for text, row in zip(said, numbers.sort_values("flipped").to_dict("records"), strict=True):
             assert f": {row['cells']} cells, r = {row['correlation']:.2f}" in text
@@ -645,6 +673,7 @@ def test_the_command(tmp_path: Any) -> None:
     out = CliRunner().invoke(app, [*asked, "--out", str(tmp_path)])
     assert out.exit_code == 0, out.output
     assert "Estimates against patches" in out.stdout
+    assert "2 steps: over the whole embedding the estimates leave" in out.stdout
     pictures = {"attribution.png", "integrated_gradients_2_steps.png"}
     assert {path.name for path in tmp_path.iterdir()} == {"attribution.parquet", "attribution.csv", *pictures}
     dry = CliRunner().invoke(app, [*asked, "--dry-run", "--out", str(tmp_path / "not")])

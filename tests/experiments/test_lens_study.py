@@ -316,6 +316,11 @@ def test_the_parts_sum_to_the_logit_difference(name: str, by: tuple[str, ...], m
     np.testing.assert_allclose(summed, true, atol=1e-5 * np.abs(true).max())
     np.testing.assert_allclose(df.groupby("example")["base"].first().to_numpy(dtype=float), true, atol=1e-5)
     assert df.attrs["rounding"] == pytest.approx(np.abs(summed - true).max(), abs=1e-6)
+    left = df["base"].to_numpy(dtype=float) - summed[df["example"].to_numpy(dtype=int)]
+    np.testing.assert_allclose(df["completeness_gap"].to_numpy(dtype=float), left, atol=1e-12)
+    mean = direct(model, prompts, by=by)  # type: ignore[arg-type]
+    rest = float(mean["base"].iloc[0] - mean["value"].sum())
+    assert mean["completeness_gap"].to_numpy(dtype=float) == pytest.approx(np.full(len(mean), rest), abs=1e-12)
     heads, experts = 4 * 4 if "head" in by else 4, 3 * (16 + 1) if "expert" in by else 3
     assert len(df) == len(prompts) * (1 + heads + 1 + experts)
 

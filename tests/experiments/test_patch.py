@@ -338,7 +338,8 @@ def test_several_draws_are_averaged_before_the_ratio_is_taken() -> None:
     assert not np.allclose(one["base"], other["base"])
     for name in ("value", "base", "effect"):
         np.testing.assert_allclose(both[name], (one[name] + other[name]) / 2, rtol=1e-6)
-    assert "seed" not in both
+    assert set(both["seed"]) == {3}
+    assert set(both["options"]) == {"draws=2"}
 
 
 def test_rows_of_a_prompt_get_the_same_noise() -> None:

@@ -184,6 +184,19 @@ def test_all_held_and_the_final_scale_too_a_head_adds_what_its_direction_says() 
         assert df["effect"].iloc[i] == pytest.approx(float(adds), abs=1e-3)
 
 
+def test_all_direct_edges_into_the_logits_sum_to_what_the_whole_stream_does() -> None:
+    """The final norm's scale held, logits are linear in what is added up: the embedding, heads, FFNs."""
+    senders = ["x_0", "O h=*", "delta_ffn"]
+    df = paths(MODEL, IOI, senders=senders, frozen=["s_final"], metrics=DIFFERENCE, per_prompt=True)
+    assert len(df) == len(IOI) * (1 + MODEL.dims.blocks * (MODEL.dims.h + 1))
+    whole = patch(
+        MODEL, IOI, tensors=["x_next"], blocks=[3], by=None, frozen=["s_final"], metrics=DIFFERENCE, per_prompt=True
+    )
+    summed = df.groupby("example")["effect"].sum().to_numpy(dtype=float)
+    np.testing.assert_allclose(summed, whole["effect"].to_numpy(dtype=float), atol=1e-3)
+    assert np.abs(summed).min() > 5
+
+
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 def test_with_nothing_held_all_that_reaches_the_logits_is_a_patch(direction: Any) -> None:
     whole = patch(MODEL, IOI, tensors=["O"], by="head", direction=direction, metrics=DIFFERENCE)

@@ -444,7 +444,9 @@ def test_rows_of_two_splits_are_told_apart() -> None:
     text = "zero blocks.1.O h=1"
     choice, both = (split(MODEL, PROMPTS, text, metrics=["kl"], gates=gates) for gates in (False, True))
     assert set(choice["edit"]) & set(both["edit"]) == {choice["edit"][0]}  # the whole, which is the same
-    assert "seed" not in choice
+    assert "options" not in choice
+    assert set(both["options"]) == {"gates=True"}
+    assert len(join(choice, both)) == 8
     assert "source" not in choice
     others = [dataclasses.replace(PROMPTS, name=name) for name in ("one", "other")]
     text = "mean blocks.1.O h=1"

@@ -588,7 +588,7 @@ def test_weights_that_changed_by_one_byte_are_another_runs(keep: str, tmp_path: 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(described(2), tmp_path, shard=(1, 2))
     monkeypatch.setattr(frames, "VERSION", frames.VERSION + 1)
-    refused(described(2), tmp_path, r"versions.frame was 1, and is 2")
+    refused(described(2), tmp_path, r"versions.frame was 2, and is 3")
 
 
 # ---- units that fail -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from experiments.prompts import Prompt, Prompts
 from experiments.stats import BadSample
 from experiments.steer import difference, outlook, steer
 from experiments.steer_plots import dose, pictures
+from experiments.study import direction_name
 from hooks import HookedModel, add
 from probe import TINY
 from probe.errors import BadEdit, BadText, OutOfRange, ProbeError, ShapeMismatch, UnknownTensor
@@ -459,8 +460,9 @@ def test_four_ways_to_the_same_direction() -> None:
         "add means:answer=are",
         "add means:answer=are",
         "add mine",
-        "add a direction",
+        f"add {direction_name(number_direction(1))}",
     ]
+    assert direction_name(number_direction(1)) != direction_name(found.vector)
     sources = [df["source"].iloc[0] if "source" in df else None for df in made]
     assert sources == ["reference/agreement", "reference/agreement", None, None]
 
