@@ -302,7 +302,7 @@ def _routing(first: HookedModel, second: HookedModel, prompts: Prompts) -> pd.Da
         chosen, other, same = (_chosen(run["experts", block], keep, e) for run in (ours, theirs, alone))
         shared = [by_prompt((chosen * one).sum(-1) / first.dims.k, prompts) for one in (other, same)]
         what = pd.DataFrame({"metric": ["agreement", "agreement_same_stream"], "block": block})
-        parts.append(what.assign(**summary(shared, np.ones(len(groups)), groups)))
+        parts.append(what.assign(**summary(shared, np.ones(len(groups)), groups, distance=True)))
         loads = summary(by_prompt(other, prompts), by_prompt(chosen, prompts), groups)
         parts.append(pd.DataFrame({"metric": "load", "block": block, "expert": range(e)}).assign(**loads))
     made = pd.concat([part.astype(object) for part in parts], ignore_index=True)

@@ -119,11 +119,19 @@ COLUMNS: dict[str, Column] = {
     "mistaken": Column("Int64", "number of prompts that the model gets wrong: see experiments.stats.mistaken"),
     "stderr": Column("Float64", "standard error of effect over the n, or of value where there is no effect"),
     "ci_low": Column(
-        "Float64", "lower end of the 95 % interval of recovered; where there is no source of effect, else of value"
+        "Float64",
+        "lower end of the 95 % interval of recovered; where there is no source of effect, else of value: one cell's, by"
+        " bootstrap over the n, and too short where they are very skewed",
     ),
     "ci_high": Column("Float64", "upper end of it"),
-    "p": Column("Float64", "p value of effect, corrected within p_family"),
-    "p_family": Column("string", "the family of tests that p was corrected for; or why there is no p, nor an interval"),
+    "p": Column(
+        "Float64",
+        "p value of effect, of either sign (of a probe: of more than base), corrected within p_family; takes the n for"
+        " independent, and enough to show how skewed effects are: see experiments.stats.p_values",
+    ),
+    "p_family": Column(
+        "string", "how p was made, and the family of tests that it was corrected for; or why there is none"
+    ),
     "load": Column("Float64", "share of the tokens that choose the expert"),
     "control": Column(
         "Float64", "mean effect of what it is held against: other experts of about equal load, random directions"

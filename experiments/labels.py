@@ -185,14 +185,14 @@ def lesson(sets: Sequence[Prompts], true: Truth, folds: int, draws: int, seed: i
     groups = [prompt.group for prompts in sets for prompt in prompts.rows]
     n, rng = len(sets[0]), np.random.default_rng(seed)
     fold_of = dealt(groups[:n], true.values[:n], folds, rng)
-    order = sets[0].in_order  # so that a shuffle hangs on texts, and not on how they stand
-    back, by_text = np.argsort(order), [groups[i] for i in order]
-    shuffles = [np.resize(shuffled(true.values[order], by_text, rng)[back], len(groups)) for _ in range(draws)]
-    values = np.stack([true.values, *shuffles], axis=1)
-    targets = np.eye(len(true.classes))[values.astype(int)] if true.classes else values[..., None]
     fold = np.array([fold_of.get(group, -1) for group in groups])
     if aside:
         fold[fold == folds - 1] = -1
+    order = sets[0].in_order  # so that a shuffle hangs on texts, and not on how they stand
+    back, by_text = np.argsort(order), [groups[i] for i in order]
+    drawn = (shuffled(true.values[order], by_text, fold[order], rng)[back] for _ in range(draws))
+    values = np.stack([true.values, *(np.resize(one, len(groups)) for one in drawn)], axis=1)
+    targets = np.eye(len(true.classes))[values.astype(int)] if true.classes else values[..., None]
     return Lesson(targets, fold, (np.arange(len(groups)) < n) & (fold >= 0))
 
 
@@ -213,16 +213,37 @@ def dealt(groups: Sequence[str], values: Numbers, folds: int, rng: np.random.Gen
     return {str(names[group]): i % folds for i, group in enumerate(line)}
 
 
-def shuffled(values: Numbers, groups: Sequence[str], rng: np.random.Generator) -> Numbers:
-    """Labels that say nothing about their rows, and hang together within groups as the true ones do: each group gets
-    those of another group in a new order, repeated or cut where sizes differ.
+def shuffled(values: Numbers, groups: Sequence[str], fold: Ints, rng: np.random.Generator) -> Numbers:
+    """Labels that say nothing about their rows, and hang together within groups and folds as the true ones do: each
+    group gets those of another group in a new order, repeated or cut where sizes differ.
 
     So where a group has one label (a country's continent), groups exchange them, which a shuffle inside the group would
     leave as they are; where a group's rows differ, they are shuffled too.
+
+    The groups of a fold get the labels of one fold's groups: of its own, or of another that teaches and has as many. So
+    what was dealt out evenly stays so. Exchanged among all groups, labels of which a fold has many would be those that
+    training has few of, and be read less often than by chance. As it is, were the true labels random, any other
+    exchange would have been as likely.
+
+    Args:
+        fold: of each row; -1: teaches nobody.
     """
-    _, group_of = np.unique(groups, return_inverse=True)
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
     mine = np.split(np.argsort(group_of, kind="stable"), np.cumsum(np.bincount(group_of))[:-1])
     made = np.empty_like(values)
-    for rows, donor in zip(mine, rng.permutation(len(mine)), strict=True):
+    for rows, donor in zip(mine, _donors(fold[first], rng), strict=True):
         made[rows] = rng.permutation(np.resize(rng.permutation(values[mine[donor]]), len(rows)))
+    return made
+
+
+def _donors(fold: Ints, rng: np.random.Generator) -> Ints:
+    """Whose labels each group gets, [groups]."""
+    folds = np.unique(fold)
+    members = [np.flatnonzero(fold == one) for one in folds]
+    kind = np.array([len(some) if one >= 0 else 0 for one, some in zip(folds, members, strict=True)])
+    made = np.empty_like(fold)
+    for one in np.unique(kind):
+        alike = np.flatnonzero(kind == one)
+        for own, other in zip(alike, rng.permutation(alike), strict=True):
+            made[members[own]] = rng.permutation(members[other])
     return made

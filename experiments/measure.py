@@ -391,15 +391,26 @@ def table(
 def _averaged(ask: Ask, found: Measured, metric: Metric, what: pd.DataFrame, seed: int) -> pd.DataFrame:
     groups = [prompt.group for prompt in ask.prompts.rows]
     source = found.source.get(metric.name)
-    columns = stats.summary(found.values[metric.name], found.base[metric.name], groups, source, seed=seed)
+    values, base = found.values[metric.name], found.base[metric.name]
+    columns = stats.summary(values, base, groups, source, distance=_one_way(metric, values, base), seed=seed)
     if metric.name in found.noise:
-        there = ~np.isnan(found.values[metric.name])[:, None]
+        there = ~np.isnan(values)[:, None]
         noise = stats.units(np.where(there, found.noise[metric.name], np.nan), groups)
         columns["noise_floor"] = _floor(stats.recovered(noise, np.ones_like(noise)))
     if metric.name in found.gap:
         gap = stats.units(np.where(np.isnan(found.values[metric.name]), np.nan, found.gap[metric.name]), groups)
         columns["completeness_gap"] = stats.recovered(gap, np.ones_like(gap))
     return what.assign(**columns)
+
+
+def _one_way(metric: Metric, values: stats.Numbers, base: stats.Numbers) -> bool:
+    """Whether effects of both signs can't be: all are distances from the base itself. Of a metric that doesn't say that
+    it is one, the numbers do: all bases are equal, and no value is on the one side of them, as where all continuations
+    are right before the edit."""
+    known = base[~np.isnan(base)]
+    if not len(known) or (known != known[0]).any():
+        return False
+    return metric.distance or not (values > known[0]).any() or not (values < known[0]).any()
 
 
 def _floor(effects: stats.Numbers) -> stats.Numbers:

@@ -145,6 +145,8 @@ class Metric:
             text that is the same for all.
         tensor: the tensor it compares; without a block (``c_KV``), that of the edited block.
         decodes: how many tokens it wants to see decoded, greedily.
+        distance: whether it says how far a run is from the base, so that of the base itself it is at one end of what it
+            can be (0; of an agreement 1), and effects of both signs can't be: they get no p value.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Metric:
     needs: tuple[str, ...] = ()
     tensor: str | None = None
     decodes: int = 0
+    distance: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -295,7 +298,8 @@ def _change_metric(name: str, spelling: str) -> Metric:
     formula = (
         rf"\mathrm{{mean}}_{{{where}}} \, \Vert {{{node.symbol}}}' - {node.symbol} \Vert / \Vert {node.symbol} \Vert"
     )
-    return Metric(name if tensor == "x_next" else f"{name}:{tensor}", "1", formula, of, reads=None, tensor=tensor)
+    name = name if tensor == "x_next" else f"{name}:{tensor}"
+    return Metric(name, "1", formula, of, reads=None, tensor=tensor, distance=True)
 
 
 def _tensor(spelling: str) -> tuple[str, Step | Leaf]:
@@ -372,12 +376,13 @@ def _continuation(parameter: str) -> Metric:
 
 
 def _at(name: str, unit: str, formula: str, of: Callable[[View, View], Tensor], place: str) -> Metric:
-    """A metric of distributions, at the place that its name says."""
+    """How far distributions are from the base's, at the place that the metric's name says."""
     if place in ("", "-1"):
-        return Metric(name, unit, formula, of)
+        return Metric(name, unit, formula, of, distance=True)
     whole = re.fullmatch(r"-?\d+", place)
     reads: Index = slice(None) if place == "all" else int(place) if whole else place
-    return Metric(f"{name}:{int(place) if whole else place}", unit, rf"\mathrm{{mean}}_t \, {formula}", of, reads=reads)
+    name, formula = f"{name}:{int(place) if whole else place}", rf"\mathrm{{mean}}_t \, {formula}"
+    return Metric(name, unit, formula, of, reads=reads, distance=True)
 
 
 _PLAIN = {

@@ -93,10 +93,10 @@ def probes(
         A row for each cell, and one for each of its controls (column ``against``). ``value`` is the accuracy, or r² of
         numbers, with its interval over groups, which ``n`` counts (a point where no group is read wrong: with n groups
         read right, 1 − 3/n is as possible); ``base`` that of always guessing training's commonest label, or mean; p is
-        of the difference, as in `experiments.stats`. One row whose ``group`` is ``held out`` scores the best cell on
-        the groups set aside; rows with a ``source``, which names the training set, score ``test``. Bit-equal vectors
-        (``q_C``, ``Q_C``) are fitted once and marked ``same_as``. ``attrs["unmatched"]`` counts cells without a value:
-        too few prompts chose the expert.
+        that of reading more than ``base``, as in `experiments.stats`, and 1 where it doesn't (of nothing, r² is below
+        0). One row whose ``group`` is ``held out`` scores the best cell on the groups set aside; rows with a
+        ``source``, which names the training set, score ``test``. Bit-equal vectors (``q_C``, ``Q_C``) are fitted once
+        and marked ``same_as``. ``attrs["unmatched"]`` counts cells without a value: too few prompts chose the expert.
 
     Raises:
         UnknownTensor, OutOfRange: a tensor, block, expert or position that doesn't exist, or too few prompts.
@@ -201,32 +201,31 @@ class Judged(NamedTuple):
 
     Attributes:
         cells: the columns that say which.
-        right: 1 where the class was read right, else 0; of numbers the squared error.
-        shuffled: the same of shuffled labels, the mean over draws.
+        right: 1 where the class was read right, else 0; of numbers the squared error. Of shuffled labels, the mean over
+            draws.
         base: the same of a guess.
     """
 
     cells: Sequence[dict[str, Any]]
     right: Numbers
-    shuffled: Numbers
     base: Numbers
 
     def only(self, cell: int) -> Judged:
         """One cell."""
         part = slice(cell, cell + 1)
-        return Judged(self.cells[part], self.right[part], self.shuffled[part], self.base[part])
+        return Judged(self.cells[part], self.right[part], self.base[part])
 
 
 def _judged(X: Numbers, there: Bools, taught: Lesson, how: How) -> Numbers:
-    """One cell of `Judged`: right, shuffled and base, [3, rows]."""
-    made = np.full((3, len(there)), np.nan)
+    """One cell of `Judged`, of the true labels and of shuffled ones: right and base, [2, 2, rows]."""
+    made = np.full((2, 2, len(there)), np.nan)
     part = taught.only(there)
     if len(part.folds) < LEAST_FOLDS - 1 or part.fewest() < min(how.width, X.shape[1]):
         return made  # too few prompts chose the expert
-    right = marks(Fits(X[there], part, how).scores(), part.targets)
-    made[0, there], made[2, there] = right[:, 0], marks(guesses(part), part.targets)[:, 0]
-    if right.shape[1] > 1:
-        made[1, there] = right[:, 1:].mean(1)
+    both = np.stack([marks(scores, part.targets) for scores in (Fits(X[there], part, how).scores(), guesses(part))])
+    made[0][:, there] = both[..., 0]
+    if both.shape[-1] > 1:
+        made[1][:, there] = both[..., 1:].mean(-1)
     return made
 
 
@@ -244,25 +243,24 @@ class _Study:
         """The cells cross-validated; the best one on the groups set aside; the test set; the controls."""
         sets, places, taught = self.sets, self.places, self.taught
         own = np.arange(len(taught.fold)) < len(sets[0])
-        found = self._judge(read(model, sets, places.tokens, sites, self.e), taught, "probes")
-        yield (table := self._table(found, found.right, taught.teaches))
+        found, shuffled = self._judge(read(model, sets, places.tokens, sites, self.e), taught, "probes")
+        yield (table := self._table(found, taught.teaches))
         if table["value"].notna().any():
-            best = found.only(int(table["value"].argmax()))
-            yield self._table(best, best.right, own & ~taught.teaches, group="held out")
+            yield self._table(found.only(int(table["value"].argmax())), own & ~taught.teaches, group="held out")
         if len(sets) > 1:
-            yield self._table(found, found.right, ~own, prompts=sets[1].name, source=sets[0].name)
+            yield self._table(found, ~own, prompts=sets[1].name, source=sets[0].name)
         if "shuffled" in controls:
-            yield self._table(found, found.shuffled, taught.teaches, against="shuffled")
+            yield self._table(shuffled, taught.teaches, against="shuffled")
         alone = taught.only(own, sets=1)
         if "random" in controls:
             dtype = model.decoder.weights.read(None, "W_E").dtype
             weights = random_weights(model.dims, self.how.seed, dtype, model.device)
             other = HookedModel(weights, numerics=model.decoder.numerics).reaching(model.decoder.beyond)
-            drawn = self._judge(read(other, sets[:1], places.tokens[:1], sites, self.e), alone, "random weights")
-            yield self._table(drawn, drawn.right, alone.teaches, against="random")
+            drawn, _ = self._judge(read(other, sets[:1], places.tokens[:1], sites, self.e), alone, "random weights")
+            yield self._table(drawn, alone.teaches, against="random")
         if "tokens" in controls:
-            counted = self._judge({None: count_tokens(sets[0], places.tokens[0])}, alone, "bag of tokens")
-            yield self._table(counted, counted.right, alone.teaches, against="tokens")
+            counted, _ = self._judge({None: count_tokens(sets[0], places.tokens[0])}, alone, "bag of tokens")
+            yield self._table(counted, alone.teaches, against="tokens")
 
     def cost(
         self, model: HookedModel, sites: Sequence[Site], controls: Sequence[Control], timed: bool
@@ -284,8 +282,9 @@ class _Study:
         _judged(noise, np.ones(rows, dtype=bool), self.taught, self.how)
         return time.perf_counter() - start
 
-    def _judge(self, vectors: Mapping[Site | None, Vectors], taught: Lesson, what: str) -> Judged:
-        """Fit and read out every cell; equal vectors of a block, at one place, once."""
+    def _judge(self, vectors: Mapping[Site | None, Vectors], taught: Lesson, what: str) -> tuple[Judged, Judged]:
+        """Fit and read out every cell, of the true labels and of shuffled ones; equal vectors of a block, at one place,
+        once."""
         cells: list[dict[str, Any]] = []
         found: list[Numbers] = []
         first: dict[Any, tuple[str, Numbers]] = {}
@@ -301,8 +300,8 @@ class _Study:
                         first[key] = str(site and site.tensor), _judged(part, rows, taught, self.how)
                     found.append(first[key][1])
                     bar.update()
-        right, shuffled, base = np.stack(found, axis=1)
-        return Judged(cells, right, shuffled, base)
+        true, shuffled = np.stack(found, axis=2)
+        return Judged(cells, *true), Judged(cells, *shuffled)
 
     def _columns(self, site: Site | None) -> dict[str, Any]:
         """What a frame says of a tensor."""
@@ -310,11 +309,11 @@ class _Study:
             return {}
         return {"block": site.block, "tensor": site.tensor} | ({"expert": self.e} if site.tensor in SLOTS else {})
 
-    def _table(self, judged: Judged, marks: Numbers, rows: Bools, **same: Any) -> pd.DataFrame:
+    def _table(self, judged: Judged, rows: Bools, **same: Any) -> pd.DataFrame:
         """A row for each cell, averaged over these prompts' groups."""
         groups = [prompt.group for prompts in self.sets for prompt in prompts.rows]
         these = [groups[i] for i in np.flatnonzero(rows)]
-        marks, base = marks[:, rows], judged.base[:, rows]
+        marks, base = judged.right[:, rows], judged.base[:, rows]
         if self.taught.classes:
             found = summary(marks, base, these, seed=self.how.seed)
             low, high = interval(units(marks, these), seed=self.how.seed)
@@ -328,7 +327,9 @@ class _Study:
                 "ci_low": found["ci_low"],
                 "ci_high": found["ci_high"],
             }
-        numbers |= {name: found[name] for name in ("n", "p", "p_family")}
+        more = numbers["value"] > numbers["base"]
+        numbers |= {"n": found["n"], "p": np.where(more | np.isnan(found["p"]), found["p"], 1.0)}
+        numbers["p_family"] = found["p_family"]
         return pd.DataFrame(judged.cells).assign(**{"prompts": self.sets[0].name, **numbers, **same})
 
 

@@ -204,7 +204,7 @@ def split(
     for metric in ask.metrics:
         before, whole, computed, alone = (ask.values(metric, one, seen[0], block).numpy() for one in seen)
         together = whole - computed - alone + 2 * before
-        found = summary([whole, computed, alone, together], before, groups, seed=seed)
+        found = summary([whole, computed, alone, together], before, groups, distance=metric.distance, seed=seed)
         found["value"][-1] = np.nan
         parts.append(what.assign(metric=metric.name, unit=metric.unit, prompts=prompts.name, **found).astype(object))
     return _frame(model, pd.concat(parts, ignore_index=True), name, study="split")

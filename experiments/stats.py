@@ -2,8 +2,11 @@
 
 What comes in are a metric's values, [cells, prompts], in the edited run, in the base and, where there is one, in the
 source; NaN where a cell does not exist for a prompt. The *unit* is the prompt's group: prompts of one group are not
-independent, so they are averaged first. All that is drawn is drawn from a seed, and a cell's interval does not depend
-on which other cells are asked about; its p does, and says so.
+independent, so they are averaged first. All that is drawn is drawn from a seed, and hangs on no order of the prompts;
+a cell's interval does not depend on which other cells are asked about; its p does, and says so.
+
+How often intervals and p values keep what they promise, and what they find, is in `docs/statistics.md`, simulated by
+`benchmarks.calibration`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from probe.errors import ProbeError
 Numbers = NDArray[np.float64]
 
 MIN_UNITS = 8
-"""With fewer units neither an interval nor a p is given: intervals would be too short, and no p could be small (with 7
-units 1/64 at best, before it is corrected)."""
+"""With fewer units neither an interval nor a p is given: intervals would be too short, and no p could be small (7
+units don't show how skewed their effects are)."""
 
 SMALL_GAP = 0.05
 """A gap between base and source is small up to this share of the mean gap's size."""
@@ -35,11 +38,14 @@ LEVEL = 0.95
 DRAWS = 2000
 """Resamples behind an interval."""
 
-FLIPS = 4096
-"""Sign flips behind a p; all there are, up to 13 units."""
+T_DRAWS = 4000
+"""Resamples behind a p: a hundred of them beyond 0.05, on either side."""
+
+LEAST_SPREAD = 30
+"""In a resample n units spread √n/30 of what they do in the sample, at least: see `p_values`."""
 
 _AT_ONCE = 512
-"""Cells that are resampled together: 8 MB."""
+"""Cells that are resampled together: 16 MB."""
 
 _quiet = np.errstate(invalid="ignore", divide="ignore")
 """What there is nothing of has no average: 0 / 0 is NaN, and stands in the frame as NA."""
@@ -51,7 +57,13 @@ class BadSample(ProbeError, ValueError):
 
 @_quiet
 def summary(
-    edited: ArrayLike, base: ArrayLike, groups: Sequence[Hashable], source: ArrayLike | None = None, *, seed: int = 0
+    edited: ArrayLike,
+    base: ArrayLike,
+    groups: Sequence[Hashable],
+    source: ArrayLike | None = None,
+    *,
+    distance: bool = False,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """All that a frame says about cells averaged over prompts: column (`experiments.frames.COLUMNS`) → [cells].
 
@@ -59,11 +71,13 @@ def summary(
         edited: [cells, prompts]; NaN: the cell does not exist for the prompt, which then isn't counted for it.
         base, source: [prompts], or [cells, prompts] where they differ by cell.
         groups: the group of each prompt.
-        seed: of the resamples and of the flips.
+        distance: the numbers are distances from the base, so that effects of both signs can't be.
+        seed: of the resamples.
 
     Returns:
-        ``value``, ``base``, ``effect``, ``n``, ``stderr``, ``ci_low``, ``ci_high``, ``p``, ``p_family``; with a source
-        also ``recovered``, which the interval is then of, and ``small_gaps``. NaN where there is none.
+        ``value``, ``base``, ``effect``, ``n``, ``stderr``, ``ci_low``, ``ci_high``, ``p`` (see `p_values`),
+        ``p_family``; with a source also ``recovered``, which the interval is then of, and ``small_gaps``. NaN where
+        there is none.
 
     Raises:
         BadSample: shapes that don't go together, or a base or source that is missing where there is an edited value.
@@ -81,17 +95,19 @@ def summary(
     n = (units(there, groups) > 0).sum(-1)
     sound = _sound(effects, n, gaps)
     low, high = interval(sound, gaps, seed=seed)
-    p = p_values(sound, seed=seed)
+    why = no_p(sound, n, distance)
+    p = p_values(np.where((why == "")[:, None], sound, np.nan), seed=seed)
+    why[why == ""] = f"bootstrap-t, largest of {(why == '').sum()} cells"
     columns = {
         "value": _mean(values),
         "base": _mean(bases),
         "effect": _mean(values) - _mean(bases),
         "n": n,
-        "stderr": _stderr(sound),
+        "stderr": stderr(sound),
         "ci_low": low,
         "ci_high": high,
         "p": p,
-        "p_family": _families(p, n),
+        "p_family": why,
     }
     if gaps is not None and goal is not None:
         columns["recovered"] = recovered(sound, gaps)
@@ -147,8 +163,9 @@ def _mean(values: Numbers) -> Numbers:
     return np.asarray(np.where(there, values, 0.0).sum(-1) / there.sum(-1))
 
 
-def _stderr(values: Numbers) -> Numbers:
-    """The standard error of the mean; NaN for a single unit."""
+@_quiet
+def stderr(values: Numbers) -> Numbers:
+    """The standard error of the mean over units, [..., units] → [...]; NaN for a single unit."""
     n = (~np.isnan(values)).sum(-1)
     squares = np.nansum((values - _mean(values)[..., None]) ** 2, axis=-1)
     return np.where(n > 1, np.sqrt(squares / (n - 1) / n), np.nan)
@@ -198,7 +215,7 @@ def interval(effects: Numbers, gaps: Numbers | None = None, *, seed: int = 0) ->
     Units are drawn with replacement, 2000 times, and the ratio is taken anew each time. The percentiles are moved out
     to what a t interval would have (Hesterberg, What Teachers Should Know About the Bootstrap, 2015): simulated ratios
     of 8 to 40 units lie in it 93 to 96 times of 100, in plain or bias-corrected percentiles 85 to 95 times. Very skewed
-    effects (lognormal) remain below, at 85 to 89. Where the draws don't agree on the sign of the mean gap, any ratio is
+    effects (lognormal) remain below, at 85 to 91. Where the draws don't agree on the sign of the mean gap, any ratio is
     possible: the interval is (−inf, inf), as Fieller's is.
 
     Args:
@@ -214,12 +231,26 @@ def interval(effects: Numbers, gaps: Numbers | None = None, *, seed: int = 0) ->
         n = int(mask.sum())
         if n < MIN_UNITS:
             continue
-        drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=DRAWS).T.astype(np.float64)
+        drawn = _draws(n, DRAWS, seed)
         for cells in _chunks(np.flatnonzero(which.ravel() == i)):
-            sums = [None if x is None else x[np.ix_(cells, mask)] @ drawn for x in (effects, gaps)]
-            assert sums[0] is not None
-            low[cells], high[cells] = _ends(sums[0], sums[1], n)
+            there = np.stack([x[np.ix_(cells, mask)] for x in (effects, gaps) if x is not None])
+            sums = np.take_along_axis(there, _order(there)[None], -1) @ drawn
+            low[cells], high[cells] = _ends(sums[0], None if gaps is None else sums[1], n)
     return low, high
+
+
+def _draws(n: int, draws: int, seed: int) -> Numbers:
+    """How often each of n units is drawn, [units, draws], when n are drawn with replacement."""
+    chance = np.full(n, 1 / max(n, 1))
+    return np.random.default_rng(seed).multinomial(n, chance, size=draws).T.astype(np.float64)
+
+
+@_quiet
+def _order(keys: Numbers) -> NDArray[np.intp]:
+    """An order of units, the last axis, that hangs on their numbers alone: by the size of the first key's, where they
+    tie by the next. What differs by rounding ties, and NaN comes last."""
+    keys = np.round(keys / np.fmax.reduce(np.abs(keys), axis=-1, keepdims=True) / ROUNDING)
+    return np.lexsort(np.concatenate([np.abs(keys), keys])[::-1], axis=-1)
 
 
 def _ends(effects: Numbers, gaps: Numbers | None, n: int) -> Numbers:
@@ -254,56 +285,101 @@ def _chunks(cells: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
 # ---- p values --------------------------------------------------------------------------------------------------------
 
 
+@_quiet
 def p_values(effects: Numbers, *, seed: int = 0) -> Numbers:
-    """Two-sided p of each cell, [cells], corrected for all of them: sign flips over units, with the largest statistic.
+    """Two-sided p of each cell, [cells], that its mean effect is 0, corrected for all of them: a bootstrap-t over
+    units, with the largest and the smallest t of all cells (Westfall and Young, Resampling-Based Multiple Testing,
+    1993; Hall, The Bootstrap and Edgeworth Expansion, 1992, on t).
 
-    Were nothing there, each unit's effects could as well have the other sign, in all cells together. A cell's p is the
-    share of such flips in which *some* cell is as extreme as this one was. So the chance of any false finding in the
-    family is held, however the cells hang together, and a cell that is there twice costs nothing.
+    Units are drawn with replacement, 4000 times, in all cells together. In each draw a cell's t is that of the drawn
+    units' mean less the cell's own mean: of what chance alone does. A cell's p is twice the share of draws in which
+    *some* cell's t is as far out, on the side of its own. So the chance of any false finding in the family is held
+    however the cells hang together, and a cell that is there twice costs nothing. The family is the cells of one call:
+    of one metric of one table, whatever other metrics are tested beside it.
 
-    The statistic is |Σ d| / √(Σ d²), d the effects of the units: over flips its variance is exactly 1 in every cell,
-    so that cells of large numbers don't rule the family. (It orders flips as Student's t does.) All flips are taken up
-    to 13 units; beyond, 4096, the identity among them, so that no p is 0.
+    It is assumed that units are independent and drawn from one population, of which they are enough to show how skewed
+    its effects are; that these are normal or symmetric is not. Simulated families of 20 cells without an effect
+    (normal, t of 3 degrees of freedom, exponential, lognormal; of 8 to 96 units; apart or hanging together) have a p up
+    to 0.05 in at most 8 of 100; a lognormal cell alone, of 8 units, in 10 of 100. No procedure holds for every
+    distribution. With 8 units only large effects are found: `docs/statistics.md` has the table.
+
+    In a draw a cell's variance counts as √n/30 squared of its own at least, n its units, a quarter at most. Else one
+    cell that a single prompt rules would have next to no spread in each third draw, the one without that prompt, and
+    with its t hide what is found in all other cells. Where all units of a cell have one effect, none of its draws shows
+    what chance does: p is then that of n equal signs, 2^(1 − n), times the cells.
 
     Args:
         effects: [cells, units], edited − base, NaN where a cell lacks a unit.
 
     Returns:
-        NaN for cells of fewer than 8 units, which are not of the family.
+        NaN for cells that can't be tested (see `no_p`), which are not of the family. Nothing hangs on the units' order.
     """
-    tested = (~np.isnan(effects)).sum(-1) >= MIN_UNITS
-    d = np.nan_to_num(effects[tested])
-    d = d[:, d.any(0)]
-    size = np.sqrt((d**2).sum(-1, keepdims=True))
-    d = np.divide(d, size, out=np.zeros_like(d), where=size > 0)
-    flips = _flips(d.shape[1], seed)
-    highest = np.zeros(len(flips))
-    for cells in _chunks(np.arange(len(d))):
-        np.maximum(highest, np.abs(flips @ d[cells].T).max(-1), out=highest)
-    highest.sort()
-    seen = np.abs(d.sum(-1)) * (1 - ROUNDING)  # equal ones are as extreme, whatever their last bits
     p = np.full(len(effects), np.nan)
-    p[tested] = 1 - np.searchsorted(highest, seen) / len(highest)
+    tested = no_p(effects, (~np.isnan(effects)).sum(-1)) == ""
+    d = effects[tested]
+    if not len(d):
+        return p
+    d = d[:, _order(d)]
+    there = ~np.isnan(d)
+    n = there.sum(-1, keepdims=True)
+    mean, spread = _mean(d)[:, None], stderr(d)[:, None] * np.sqrt(n - 1)
+    spread = np.where(spread > ROUNDING * np.abs(mean), spread, 0.0)
+    seen = np.where(mean == 0, 0.0, mean * np.sqrt(n) / spread)[:, 0]
+    d = np.where(there & (spread > 0), (d - mean) / spread, 0.0)
+    least, drawn = np.minimum(n / LEAST_SPREAD**2, 0.25), _draws(d.shape[1], T_DRAWS, seed)
+    lowest, highest = np.zeros((2, T_DRAWS))
+    for cells in _chunks(np.arange(len(d))):
+        t = _drawn_t(d[cells], there[cells], drawn, least[cells])
+        np.minimum(lowest, t.min(0), out=lowest)
+        np.maximum(highest, t.max(0), out=highest)
+    beyond = np.minimum(_reached(highest, seen), _reached(-lowest, -seen))
+    alike = np.where(np.isinf(seen), len(d) * 2.0 ** (1 - n[:, 0]), 0.0)
+    p[tested] = np.minimum(1.0, np.maximum(alike, 2 * (1 + beyond) / (1 + T_DRAWS)))
     return p
 
 
-def _flips(n: int, seed: int) -> Numbers:
-    """Signs, [flips, n], all + first. The first unit keeps its own: the statistic is the same with all signs turned."""
-    if n < 2:
-        return np.ones((1, n))
-    if 2 ** (n - 1) <= FLIPS:
-        bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n - 1) & 1
-    else:
-        bits = np.random.default_rng(seed).integers(0, 2, (FLIPS, n - 1))
-        bits[0] = 0
-    return np.concatenate([np.ones((len(bits), 1)), 1.0 - 2.0 * bits], axis=1)
+@_quiet
+def _drawn_t(d: Numbers, there: NDArray[np.bool_], drawn: Numbers, least: Numbers) -> Numbers:
+    """t in each draw, [cells, draws], of effects less their mean, in units of their spread: 0 where units are missing.
+
+    Args:
+        drawn: [units, draws], how often each unit is drawn.
+        least: [cells 1], which the variance counts as at least.
+    """
+    n = there @ drawn
+    mean = d @ drawn / n
+    variance = np.maximum(d**2 @ drawn / n - mean**2, least)
+    return np.where(n > 0, mean * np.sqrt(n / variance), 0.0)
 
 
-def _families(p: Numbers, n: NDArray[np.intp]) -> NDArray[np.object_]:
-    """What each p was corrected for, or why there is none."""
-    family = f"sign flips, largest of {int((~np.isnan(p)).sum())} cells"
-    why = [f"too few units ({i} of {MIN_UNITS})" if i < MIN_UNITS else "a value is infinite" for i in n]
-    return np.where(np.isnan(p), np.array(why, dtype=object), family)
+def _reached(extremes: Numbers, seen: Numbers) -> NDArray[np.intp]:
+    """How many draws' extremes are as far out as each t: equal ones are, whatever their last bits."""
+    return len(extremes) - np.searchsorted(np.sort(extremes), seen * (1 - ROUNDING * np.sign(seen)))
+
+
+def no_p(effects: Numbers, n: NDArray[np.intp], distance: bool = False) -> NDArray[np.object_]:
+    """Why a cell can't be tested, [cells]; empty where it can.
+
+    - It has fewer than 8 units, or moves fewer than 8 of them: more than by rounding. (A cell that moves none has p 1.)
+    - The metric is a ``distance`` from the base, and effects of both signs can't be: any effect at all is one. What can
+      be said is whether it is more than rounding's, see `noise_floor`, or than a control's.
+
+    Args:
+        effects: [cells, units]; NaN throughout a cell in which something is infinite.
+        n: [cells], its units.
+    """
+    size = np.fmax.reduce(np.abs(effects), axis=-1, initial=0.0)
+    moved = (np.abs(effects) > ROUNDING * size[:, None]).sum(-1)
+    reasons = [
+        (n < MIN_UNITS, [f"too few units ({i} of {MIN_UNITS})" for i in n]),
+        (np.isnan(effects).all(-1), "a value is infinite"),
+        (np.full(len(n), distance), "a distance, on one side of the base: see noise_floor, control"),
+        ((moved > 0) & (moved < MIN_UNITS), f"moves fewer than {MIN_UNITS} units"),
+    ]
+    why = np.full(len(n), "", dtype=object)
+    for holds, said in reversed(reasons):
+        why = np.where(holds, np.array(said, dtype=object), why)
+    return why
 
 
 # ---- rounding, and what may be averaged ------------------------------------------------------------------------------

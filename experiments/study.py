@@ -258,12 +258,11 @@ def _averages(
     groups = [prompt.group for prompt in prompts.rows]
     above, below = (stats.units(x, groups) for x in (values, np.where(np.isnan(values), np.nan, per)))
     low, high = stats.interval(above, below)
-    plain = stats.summary(values, np.zeros(len(groups)), groups)
     return what.assign(
         value=stats.recovered(above, below),
         base=stats.recovered(stats.units(base, groups), stats.units(np.ones_like(base), groups)),
-        n=plain["n"],
-        stderr=np.where(((below != 1) & ~np.isnan(below)).any(-1), np.nan, plain["stderr"]),
+        n=(~np.isnan(above)).sum(-1),
+        stderr=np.where(((below != 1) & ~np.isnan(below)).any(-1), np.nan, stats.stderr(above)),
         ci_low=low,
         ci_high=high,
     )

@@ -253,7 +253,8 @@ def _caveats(df: pd.DataFrame) -> list[str]:
     notes = []
     if "p_family" in df:
         families = ", ".join(sorted(df["p_family"].dropna().unique()))
-        notes.append(f"from, to: 95 % interval; p: {families}" if "p" in df else f"no interval and no p: {families}")
+        there = "from, to: 95 % interval; " if "ci_low" in df else "no interval and "
+        notes.append(f"{there}{'p' if 'p' in df else 'no p'}: {families}")
     if "control" in df:
         notes.append("control: the mean effect of other experts of the block, of about equal load")
     if "small_gaps" in df and (few := df["small_gaps"].max()):

@@ -190,6 +190,7 @@ def test_agreement_is_counted_as_sets_each_model_on_its_own_stream(table: pd.Dat
         row = pick(table, "agreement", block=block)
         assert row["value"].item() == pytest.approx(pd.Series(shares).groupby(GROUPS).mean().mean())
         assert row["base"].item() == 1
+        assert row["p"].isna().all()  # it can't be above, so that any difference at all would be one
         for which, column in ((0, "base"), (1, "value")):
             expected = pd.DataFrame(loads[which]).groupby(GROUPS).mean().mean()
             assert pick(table, "load", block=block)[column].tolist() == pytest.approx(expected.tolist())

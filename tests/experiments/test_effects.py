@@ -171,15 +171,17 @@ def test_experts_stand_beside_their_controls_and_loads() -> None:
 def test_what_must_be_known_of_the_numbers_is_noted() -> None:
     df = made(block=[0, 1], head=[0, 1])
     sound = df.assign(
-        ci_low=0.0, ci_high=1.0, p=0.5, p_family="sign flips, largest of 4 cells", small_gaps=2, mistaken=3
+        ci_low=0.0, ci_high=1.0, p=0.5, p_family="bootstrap-t, largest of 4 cells", small_gaps=2, mistaken=3
     )
     top = largest_effects(frame(sound, study="patch"))
     assert list(top.header) == ["block", "tensor", "head", "recovered", "from", "to", "p", "n"]
     assert top.notes == [
-        "from, to: 95 % interval; p: sign flips, largest of 4 cells",
+        "from, to: 95 % interval; p: bootstrap-t, largest of 4 cells",
         "in 2 pairs of prompts clean and corrupt hardly differ",
         "the model gets 3 of these prompts wrong",
     ]
+    distance = df.assign(ci_low=0.0, ci_high=1.0, p_family="a distance")
+    assert largest_effects(frame(distance, study="patch")).notes == ["from, to: 95 % interval; no p: a distance"]
     few = largest_effects(frame(df.assign(p_family="too few units (2 of 8)", stderr=0.5), study="patch"))
     assert few.notes == ["no interval and no p: too few units (2 of 8)"]
     assert "stderr" in few.header

@@ -14,10 +14,13 @@ from experiments import ablate as ablation
 from experiments import measure as measuring
 from experiments import patch as patching
 from experiments import stats
+from experiments.ablate import ablate
 from experiments.asking import Ask
+from experiments.circuit import circuit
 from experiments.measure import NOISE_SEEDS, Asked, Measured, Source, measure, table
-from experiments.metrics import BadMetric
+from experiments.metrics import METRICS, BadMetric, Metric, View
 from experiments.prompts import Prompts
+from experiments.routing import split
 from hooks import Edit, HookedModel, Live, Run, add, freeze, patch, rounded, zero
 from hooks.apply import first_edited
 from hooks.edits import Freeze
@@ -377,6 +380,50 @@ def test_what_cannot_be_measured() -> None:
     held = by_hand(zero("O", 2), freeze("experts"))
     with pytest.raises(BadEdit, match="nothing to hold in what is decoded"):
         measure(MODEL, Ask(MODEL, JOB, ["continuation:1:contains"]), [held])
+
+
+# ---- p values --------------------------------------------------------------------------------------------------------
+
+TWELVE = some("ioi", 12)
+
+DISTANCE = "a distance, on one side of the base: see noise_floor, control"
+
+
+def entropy(run: View, base: View) -> torch.Tensor:
+    p = run.read.logits.softmax(-1)
+    return run.read.mean(-torch.xlogy(p, p).sum(-1))
+
+
+def moved(run: View, base: View) -> torch.Tensor:
+    return run.read.mean((run.read.logits - base.read.logits).square().mean(-1))
+
+
+def test_a_metric_that_cannot_be_negative_gets_no_p() -> None:
+    """Each that can be asked for by name, and the user's own: one that is a distance, whether or not it says so. Where
+    all bases are at the end of what they can be (every answer the first, every continuation right), there is no p."""
+    one_way = {name for name, metric in METRICS.items() if metric.distance}
+    assert one_way == {"kl", "top1_agreement", "relative_change", "relative_change_first"}
+    own = [
+        Metric("entropy", "nats", "H", entropy),
+        Metric("moved", "1", "d", moved),
+        Metric("moved, it says", "1", "d", moved, distance=True),
+    ]
+    df = ablate(MODEL, TWELVE, tensors=["delta_attn", "O"], metrics=[*METRICS, "kl:all", "continuation:1:exact", *own])
+    one_way |= {"kl:all", "moved", "moved, it says", "rank", "continuation:1:exact"}
+    assert set(df.loc[df["p_family"] == DISTANCE, "metric"]) == one_way
+    assert (df["p_family"] == DISTANCE).sum() == len(one_way) * 8
+    assert df.loc[df["p_family"] == DISTANCE, "p"].isna().all()
+    assert df.loc[df["p_family"] != DISTANCE, "p"].notna().all()
+    assert df["ci_low"].notna().all()
+
+
+def test_a_difference_of_two_distances_gets_one() -> None:
+    """A circuit is held against another edited run, whose distance from the base may be larger or smaller."""
+    df = circuit(MODEL, TWELVE, ["blocks.3.O h=*"], among=["O h=*"], metrics=["kl"], random_sets=0, subsets=0)
+    assert df.loc[df["test"] == "minimality", "p"].notna().all()
+    parts = split(MODEL, TWELVE, "zero blocks.0.O h=1", metrics=["kl", "logit_difference"])
+    assert parts.loc[parts["metric"] == "kl", "p"].isna().all()
+    assert parts.loc[parts["metric"] == "logit_difference", "p"].notna().all()
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------

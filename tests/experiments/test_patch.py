@@ -718,7 +718,7 @@ def test_heads_of_a_place_by_the_command() -> None:
     assert got[5][:3] == ["3", "O", "1.01"]
     largest = next(words for words in got if words[:4] == ["3", "O", "0", "END"])
     assert largest[4:7] == ["1.01", "1.01", "1.01"]
-    assert any(words[0].startswith("from, to: 95 % interval; p: sign flips") for words in got)
+    assert any(words[0].startswith("from, to: 95 % interval; p: bootstrap-t") for words in got)
 
 
 @pytest.mark.parametrize(("place", "columns"), [("1", {"pos"}), ("-1", {"role"}), ("END", {"role"})])

@@ -336,16 +336,65 @@ def test_shuffled_labels_keep_what_hangs_together() -> None:
     rng = np.random.default_rng(0)
     groups = [f"g{i // 3}" for i in range(90)]
     one_each = np.repeat(np.arange(30.0), 3)
-    made = shuffled(one_each, groups, rng)
+    fold = np.zeros(90, dtype=int)
+    made = shuffled(one_each, groups, fold, rng)
     assert all(len(set(made[i : i + 3])) == 1 for i in range(0, 90, 3))  # a group still has one label
     assert sorted(made) == sorted(one_each)
     assert (made == one_each).mean() < 0.2
     mixed = np.tile([0.0, 1.0, 1.0], 30)
-    made = shuffled(mixed, groups, rng)
+    made = shuffled(mixed, groups, fold, rng)
     assert all(sorted(made[i : i + 3]) == [0, 1, 1] for i in range(0, 90, 3))
     assert 0.2 < (made == mixed).mean() < 0.8
-    uneven = shuffled(np.array([0.0, 0.0, 0.0, 1.0]), ["a", "a", "a", "b"], np.random.default_rng(1))
+    uneven = shuffled(np.array([0.0, 0.0, 0.0, 1.0]), ["a", "a", "a", "b"], fold[:4], np.random.default_rng(1))
     assert uneven.tolist() in ([1, 1, 1, 0], [0, 0, 0, 1])
+
+
+def test_shuffled_labels_stay_as_evenly_dealt() -> None:
+    """Each fold has some fold's labels of before, the one that teaches nobody its own; and over draws a group has any
+    label as often as the others have."""
+    fold, groups = np.arange(26) % 6 - 1, [str(i) for i in range(26)]
+    values = (np.arange(26) // 6 % 4).astype(float)
+
+    def by_fold(labels: Any) -> list[list[float]]:
+        return [sorted(labels[fold == one]) for one in range(-1, 5)]
+
+    same, rng = [], np.random.default_rng(0)
+    for _ in range(200):
+        made = shuffled(values, groups, fold, rng)
+        aside, *others = by_fold(made)
+        assert aside == by_fold(values)[0]
+        assert sorted(others) == sorted(by_fold(values)[1:])
+        same.append((made == values)[fold >= 0].mean())
+    assert np.mean(same) == pytest.approx(1 / 4, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("n", "classes"), [(24, 4), (26, 2), (24, 0)], ids=["four-classes", "two-classes-unevenly-dealt", "numbers"]
+)
+def test_law_15_a_control_on_random_labels_is_unbiased(
+    n: int, classes: int, model: HookedModel, continent: Prompts, long: bool
+) -> None:
+    """What is read of random labels, less what is read of shuffled ones, is 0 within its error; and that is chance."""
+    some, found, control = continent.subset(range(n)), [], []
+    options: dict[str, Any] = {"tensors": ["x_mid"], "blocks": [0, 2], "at": ["subject"], "width": 4}
+    for seed in range(500 if long else 40):
+        rng = np.random.default_rng(seed)
+        labels = rng.permutation(np.arange(n) % classes).astype(str) if classes else rng.normal(size=n)
+        df = probes(model, some, labels, controls=["shuffled"], seed=seed, **options)
+        control.append(at(df, against="shuffled")["value"].mean())
+        found.append(at(df)["value"].mean() - control[-1])
+    assert abs(np.mean(found)) < 3 * np.std(found) / len(found) ** 0.5
+    if classes == 4:
+        assert np.mean(control) == pytest.approx(1 / 4, abs=0.02)
+
+
+def test_a_probe_of_nothing_reads_no_more_than_a_guess(model: HookedModel, capital: Prompts) -> None:
+    """Its r² lies below 0, in some cells surely; that is not told as a finding."""
+    noise = np.random.default_rng(0).normal(size=len(capital))
+    df = probes(model, capital, noise, tensors=["x_next", "O"], at=["subject"], controls=["shuffled"])
+    assert (df["value"] < 0).sum() > 4
+    assert (df["p"] > 0.05).all()
+    assert set(df.loc[df["value"] < 0, "p"]) == {1.0}
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
