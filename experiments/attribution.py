@@ -110,7 +110,7 @@ def attribute(
     """
     model = model.reaching(beyond)
     _check_steps(steps)
-    if hooked := sorted(map(str, model.watched())):
+    if hooked := sorted(map(str, model.acting())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and an attribution would pass them by; take them off.")
     asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
     found = asked.estimated(model, prompts, steps, budget)

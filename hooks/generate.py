@@ -96,20 +96,17 @@ def generate(
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     chosen: list[Tensor] = []
     scores: list[Tensor] = []
-    try:
-        for step in range(n):
-            logits = decoding.next_logits(step, chosen[-1] if chosen else None)
-            token = _choose(logits, temperature, generator)
-            if chosen:
-                token = torch.where(ended, chosen[-1], token)
-            for id in stop:
-                ended = ended | (token == id)
-            chosen.append(token)
-            scores.append(logits)
-            if bool(ended.all()):
-                break
-    finally:
-        model.clock.step = 0
+    for step in range(n):
+        logits = decoding.next_logits(step, chosen[-1] if chosen else None)
+        token = _choose(logits, temperature, generator)
+        if chosen:
+            token = torch.where(ended, chosen[-1], token)
+        for id in stop:
+            ended = ended | (token == id)
+        chosen.append(token)
+        scores.append(logits)
+        if bool(ended.all()):
+            break
     new = torch.stack(chosen, 1)
     whole = torch.cat([keep, torch.ones_like(new, dtype=torch.bool)], 1)
     return Generation(torch.cat([tokens, new], 1), whole, new, torch.stack(scores, 1))
@@ -180,7 +177,6 @@ class _Decoding:
 
     def next_logits(self, step: int, token: Tensor | None) -> Tensor:
         """[B, V]: the scores of the token after those read so far; ``token`` is the last one chosen."""
-        self.model.clock.step = step
         if token is not None:
             self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], 1)
             self.tokens = torch.cat([self.tokens, token[:, None]], 1)
@@ -188,17 +184,17 @@ class _Decoding:
                 self.positions = torch.cat([self.positions, self.positions[:, -1:] + 1], 1)
         if token is None or not self.use_cache:
             rows = Rows(self.keep, self.tokens.shape[0], self.tokens.shape[1], self.spans, ids=self.positions)
-            return self._read(self.tokens, self._bind(self.on_prompt, rows))
+            return self._read(self.tokens, self._bind(self.on_prompt, rows), step)
         new = Rows(None, self.tokens.shape[0], 1, past=Rows(self.keep, *self.tokens.shape))
-        return self._read(token[:, None], self._bind(self.on_steps, new))
+        return self._read(token[:, None], self._bind(self.on_steps, new), step)
 
     def _bind(self, edits: Sequence[Edit], rows: Rows) -> list[At]:
         applied = bound(edits, self.model.sites, rows, None)
         check_no_cut(applied, self.model.sites)
         return applied
 
-    def _read(self, tokens: Tensor, applied: list[At]) -> Tensor:
-        recorder = Recorder(self.model, applied)
+    def _read(self, tokens: Tensor, applied: list[At], step: int) -> Tensor:
+        recorder = Recorder(self.model, applied, step=step)
         logits = Site(None, "logits")
         past = self.past if self.use_cache else {}
         with torch.no_grad():

@@ -53,7 +53,7 @@ def run_with_gradients(model: HookedModel, tokens: Tensor, values: Keeper, gradi
             want=(logits,),
             positions=values.rows.ids,
             segments=values.rows.segments,
-            edited=model.watched(),
+            edited=model.acting(),
             tap=tap,
             watched=values.watched | {logits},
         )[logits]
@@ -99,7 +99,7 @@ def each_gradient(
             tokens,
             keep,
             want=(logits,),
-            edited=model.watched(),
+            edited=model.acting(),
             known={} if x_0 is None else {start: x_0},
             tap=tap,
             watched={*sites, logits, start},

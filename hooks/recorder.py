@@ -25,12 +25,21 @@ class Recorder:
     Args:
         fresh: whether the run makes all its values itself. If no hook sees them either, they are kept as they are; an
             edit makes a new one.
+        step: of decoding; see `hooks.point.Clock`.
+
+    Raises:
+        BadEdit: another thread has hooks on.
     """
 
     def __init__(
-        self, model: HookedModel, applied: Sequence[At], keeper: Keeper | None = None, fresh: bool = False
+        self,
+        model: HookedModel,
+        applied: Sequence[At],
+        keeper: Keeper | None = None,
+        fresh: bool = False,
+        step: int = 0,
     ) -> None:
-        self.model, self.keeper = model, keeper
+        self.model, self.keeper, self.step = model, keeper, step
         on_weights = [at for at in applied if at.is_weight]
         weights = model.decoder.weights
         self.decoder = (
@@ -49,7 +58,7 @@ class Recorder:
             self.by_site.setdefault(at.site, []).append(at)
         self.slots = {Site(at.site.block, name) for at in applied if at.by_slot for name in ("experts", "choice_score")}
         readers = {Site(at.site.block, name) for at in applied for name in at.into}
-        self.watched = model.watched()
+        self.watched = model.acting()
         self.edited = {*self.by_site, *self.watched, *self.slots, *readers}
         self.made = fresh and not self.watched
 
@@ -63,7 +72,7 @@ class Recorder:
             self.natural.keep(site, value)
             check_overlap(edits, value, self.seen.get(site.block, {}))
         value, by_reader, last = acted(value, edits, self.seen.get(site.block, {}))
-        shown = self.model.pass_through(site, last)
+        shown = self.model.pass_through(site, last, self.step)
         if site in self.slots:
             self.seen.setdefault(site.block, {})[site.tensor] = shown
         self._keep(site, shown)
