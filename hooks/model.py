@@ -138,8 +138,10 @@ class HookedModel(HookedRootModule):
         the same weights.
 
         Only ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV`` are copied, and router weight and correction bias where they are
-        not fp32 (a cast of the whole model has rounded them; here they are cast back). Its logits are those of
-        attention ``eager`` and experts ``grouped_mm``, whatever the model itself runs. Gradients do not reach the
+        not fp32 (a cast of the whole model has rounded them; here they are cast back). A change of the model's other
+        tensors in place acts here at once; after one of what was copied the next run is refused: wrap the model anew.
+        Writes through ``.data``, as ``model.to`` makes them, are not seen: see `probe.from_state`. Its logits are those
+        of attention ``eager`` and experts ``grouped_mm``, whatever the model itself runs. Gradients do not reach the
         model's parameters, and hooks on its modules are not called.
 
         Args:
