@@ -25,6 +25,8 @@ from torch import Tensor
 
 from experiments import stats
 from experiments.asking import LOGITS, Ask
+from experiments.effects import full
+from experiments.finite import telling
 from experiments.frames import IDENTITY, BadFrame, check_one, frame, join
 from experiments.measure import Asked, Measured, table
 from experiments.metrics import BadMetric, Metric
@@ -36,6 +38,7 @@ from experiments.prompts import Prompts
 from experiments.study import chosen_sites, common, numel, progress, seconds
 from hooks import HookedModel
 from hooks.cells import BUDGET
+from hooks.finite import noticing
 from hooks.gradients import each_gradient, why_none
 from hooks.where import Rows, along, where_of
 from probe.card import letters
@@ -57,6 +60,7 @@ FLAT = 1e-9
 """A gradient of the logits up to here is none: of KL at its least it is what rounding leaves."""
 
 
+@telling
 def attribute(
     model: HookedModel,
     prompts: Prompts,
@@ -193,6 +197,7 @@ def paired(df: pd.DataFrame) -> pd.DataFrame:
         BadFrame: it has no patches, or no estimates.
     """
     same = [name for name in IDENTITY if name in df and name not in ("edit", "frozen")]
+    df = full(df)
     loose = df.astype({"tensor": object}).assign(effect=df["effect"].astype(float))
     exact = loose[loose["edit"] == "patch"]
     flipped = exact["flips"].fillna(0) > 0 if "flips" in df else False
@@ -382,8 +387,10 @@ def _estimated(
 def _held(model: HookedModel, ask: Ask, names: Collection[Site]) -> Held:
     """A plain run."""
     held: Held = {}
+    notice = noticing(model, ask.tokens, ask.rows)
 
     def tap(site: Site, value: Tensor) -> Tensor:
+        notice(site, value)
         if site in names:
             held[site] = value
         return value

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.asking import LOGITS, Ask
+from experiments.finite import telling
 from experiments.metrics import METRICS, BadMetric, Metric, choose
 from experiments.options import Scale, Split
 from experiments.prompts import Prompts, padded
@@ -49,6 +50,7 @@ METRICS_READ = ("logit_difference", "log_probability", "rank", "kl")
 # ---- the lens --------------------------------------------------------------------------------------------------------
 
 
+@telling
 def lens(
     model: HookedModel,
     prompts: Prompts,
@@ -238,6 +240,7 @@ def _readable(model: HookedModel, tensors: Sequence[str], blocks: Sequence[int] 
 # ---- direct attribution ----------------------------------------------------------------------------------------------
 
 
+@telling
 def direct(
     model: HookedModel,
     prompts: Prompts,

@@ -389,7 +389,8 @@ def table(
 def _averaged(ask: Ask, found: Measured, metric: Metric, what: pd.DataFrame, seed: int) -> pd.DataFrame:
     groups = [prompt.group for prompt in ask.prompts.rows]
     source = found.source.get(metric.name)
-    columns = stats.summary(found.values[metric.name], found.base[metric.name], groups, source, seed=seed)
+    base = found.base[metric.name]
+    columns = stats.summary(stats.known(found.values[metric.name], base, source), base, groups, source, seed=seed)
     if metric.name in found.noise:
         there = ~np.isnan(found.values[metric.name])[:, None]
         noise = stats.units(np.where(there, found.noise[metric.name], np.nan), groups)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from experiments import stats
 from experiments.asking import Ask
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.options import By, Direction
@@ -34,6 +35,7 @@ from probe.errors import BadEdit
 from probe.sites import Site
 
 
+@telling
 def patch(
     model: HookedModel,
     prompts: Prompts,

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.labels import LEAST_FOLDS, BadProbe, Bools, Labels, Lesson, Numbers, lesson, truth
 from experiments.options import Control, Probe
@@ -40,6 +41,7 @@ WIDTH = 32
 """Principal components that a probe sees."""
 
 
+@telling
 def probes(
     model: HookedModel,
     prompts: Prompts,
@@ -211,9 +213,10 @@ class Judged(NamedTuple):
 def _judged(X: Numbers, there: Bools, taught: Lesson, how: How) -> Numbers:
     """One cell of `Judged`: right, shuffled and base, [3, rows]."""
     made = np.full((3, len(there)), np.nan)
+    there = there & np.isfinite(X).all(-1)
     part = taught.only(there)
     if len(part.folds) < LEAST_FOLDS - 1 or part.fewest() < min(how.width, X.shape[1]):
-        return made  # too few prompts chose the expert
+        return made  # too few prompts chose the expert, or were finite
     right = marks(Fits(X[there], part, how).scores(), part.targets)
     made[0, there], made[2, there] = right[:, 0], marks(guesses(part), part.targets)[:, 0]
     if right.shape[1] > 1:

@@ -427,7 +427,7 @@ class HookedModel(HookedRootModule):
         logits, watched = Site(None, "logits"), self.acting()
 
         def tap(site: Site, value: Tensor) -> Tensor:
-            value = self.pass_through(site, value) if watched else value
+            value = self.pass_in(0, site, value) if watched else value
             if keeper is not None:
                 keeper.see(site, value, made=not watched and site != logits)  # the logits are the caller's
             return value
@@ -471,8 +471,8 @@ class HookedModel(HookedRootModule):
             point.check_thread()
         return set(acting)
 
-    def pass_through(self, site: Site, value: Tensor, step: int = 0) -> Tensor:
-        """A value through its hook point, if that has hooks; ``step``: see `hooks.point.Clock`.
+    def pass_through(self, site: Site, value: Tensor) -> Tensor:
+        """A value through its hook point, if that has hooks.
 
         Raises:
             BadEdit: another thread has put one on meanwhile.
@@ -481,9 +481,13 @@ class HookedModel(HookedRootModule):
         if not point.active:
             return value
         point.check_thread()
+        return cast(Tensor, point(value))
+
+    def pass_in(self, step: int, site: Site, value: Tensor) -> Tensor:
+        """The same in a step of decoding; see `hooks.point.Clock`."""
         outer, self.clock.step = self.clock.step, step
         try:
-            return cast(Tensor, point(value))
+            return self.pass_through(site, value)
         finally:
             self.clock.step = outer  # of the run whose hook has made this one
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hooks.apply import At, EditedWeights, acted, check_overlap
 from hooks.cache import Cache
+from hooks.finite import noticing
 from hooks.keep import Keeper
 from probe.decoder import Decoder
 from probe.engine import Fork
@@ -61,6 +62,8 @@ class Recorder:
         self.watched = model.acting()
         self.edited = {*self.by_site, *self.watched, *self.slots, *readers}
         self.made = fresh and not self.watched
+        tokens = keeper.cache.tokens if keeper else None
+        self.notice = noticing(model, tokens, rows, [at.edit for at in applied])
 
     def __call__(self, site: Site, value: Tensor) -> Tensor | Fork:
         """The value as those below shall see it."""
@@ -72,7 +75,7 @@ class Recorder:
             self.natural.keep(site, value)
             check_overlap(edits, value, self.seen.get(site.block, {}))
         value, by_reader, last = acted(value, edits, self.seen.get(site.block, {}))
-        shown = self.model.pass_through(site, last, self.step)
+        shown = self.model.pass_in(self.step, site, last)
         if site in self.slots:
             self.seen.setdefault(site.block, {})[site.tensor] = shown
         self._keep(site, shown)
@@ -80,7 +83,14 @@ class Recorder:
             return shown
         return Fork(value, {reader: shown if own is last else own for reader, own in by_reader.items()}, shown)
 
+    def show(self, site: Site, queries: slice, value: Tensor) -> None:
+        """A chunk of queries of scores or patterns, that are never made whole."""
+        self.notice(site, value)
+        if self.keeper is not None:
+            self.keeper.see_chunk(site, queries, value)
+
     def _keep(self, site: Site, value: Tensor) -> None:
+        self.notice(site, value)
         if self.keeper is not None:
             self.keeper.see(site, value, self.made)
             if self._on_spine(site) and site not in self.cache:

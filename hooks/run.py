@@ -226,7 +226,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
             tap=recorder,
             watched=keeper.watched,
             chunks=keeper.chunks,
-            show=keeper.see_chunk,
+            show=recorder.show,
         )
     agreement, flips = _routing(model, recorder, base, rows)
     return Run(
