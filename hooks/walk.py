@@ -424,8 +424,8 @@ class Walk:
     def _notice(self, who: Cell | Live, site: Site, value: Tensor) -> None:
         """See `hooks.finite.noticing`."""
         if id(who) not in self.noticing:
-            of = (who.tokens, who.rows) if isinstance(who, Live) else (None, None)
-            self.noticing[id(who)] = noticing(self.asked.model, *of, who.edits)
+            tokens, rows = (who.tokens, who.rows) if isinstance(who, Live) else (None, None)
+            self.noticing[id(who)] = noticing(self.asked.model, tokens, rows, who.edits)
         self.noticing[id(who)](site, value)
 
     def _show_cell(self, site: Site, chunk: Stream, cell: int, i: int) -> None:
