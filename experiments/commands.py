@@ -236,7 +236,7 @@ def circuit(
 ) -> None:
     """Keep some heads and FFNs, ablate the rest, and see what is left: faithfulness, minimality, completeness."""
     one_of(prompt, task, answer=answer, wrong=wrong)
-    from experiments import causal_plots
+    from experiments import causal_plots, finite
     from experiments import circuit as study
     from experiments.tables import circuit_tables
 
@@ -249,7 +249,7 @@ def circuit(
         say_cost("circuit", prompts.name, study.outlook(hooked, prompts, node, **asked))
         return
     df = study.circuit(hooked, prompts, node, per_prompt=per_prompt, name=name, **asked)
-    lost = df.attrs["unmatched"]
+    lost = 0 if finite.NOT_FINITE in df.attrs else df.attrs["unmatched"]
     notes = [f"{lost} rows have no value: they need an expert that no reference prompt chose."] if lost else []
     show(df, "circuit", place, circuit_tables, causal_plots.circuits, notes=notes, averaged=not per_prompt)
 
