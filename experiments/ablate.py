@@ -20,6 +20,7 @@ import torch
 
 from experiments.asking import Ask
 from experiments.equal import coinciding
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Source, cost, measure, table
 from experiments.options import By, How
@@ -36,6 +37,7 @@ CONTROLS = 3
 """Experts of about equal load that an expert's effect is held against."""
 
 
+@telling
 def ablate(
     model: HookedModel,
     prompts: Prompts,

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from experiments import stats
 from experiments.asking import LOGITS, Ask
+from experiments.effects import full
+from experiments.finite import telling
 from experiments.frames import IDENTITY, BadFrame, check_one, frame, join
 from experiments.measure import Asked, Measured, table
 from experiments.metrics import BadMetric, Metric
@@ -40,6 +42,7 @@ from experiments.prompts import Prompts
 from experiments.study import chosen_sites, common, numel, progress, seconds
 from hooks import HookedModel
 from hooks.cells import BUDGET
+from hooks.finite import noticing
 from hooks.gradients import each_gradient, why_none
 from hooks.where import Rows, along, where_of
 from probe.card import letters
@@ -61,6 +64,7 @@ FLAT = 1e-9
 """A gradient of the logits up to here is none: of KL at its least it is what rounding leaves."""
 
 
+@telling
 def attribute(
     model: HookedModel,
     prompts: Prompts,
@@ -115,7 +119,7 @@ def attribute(
     """
     model = model.reaching(beyond)
     _check_steps(steps)
-    if hooked := sorted(map(str, model.watched())):
+    if hooked := sorted(map(str, model.acting())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and an attribution would pass them by; take them off.")
     asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)
     found = asked.estimated(model, prompts, steps, budget)
@@ -199,6 +203,7 @@ def paired(df: pd.DataFrame) -> pd.DataFrame:
         BadFrame: it has no patches, or no estimates.
     """
     same = [name for name in IDENTITY if name in df and name not in ("edit", "frozen")]
+    df = full(df)
     loose = df.astype({"tensor": object}).assign(effect=df["effect"].astype(float))
     exact = loose[loose["edit"] == "patch"]
     flipped = exact["flips"].fillna(0) > 0 if "flips" in df else False
@@ -398,8 +403,10 @@ def _estimated(
 def _held(model: HookedModel, ask: Ask, names: Collection[Site]) -> Held:
     """A plain run."""
     held: Held = {}
+    notice = noticing(model, ask.tokens, ask.rows)
 
     def tap(site: Site, value: Tensor) -> Tensor:
+        notice(site, value)
         if site in names:
             held[site] = value
         return value

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.effects import changed
+from experiments.effects import changed, full
 from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, heading, nothing, short, symbol
 
@@ -41,7 +41,8 @@ def split(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None
     if len(here) != 4:
         raise BadFrame(f"an edit's effect on {metric} has four rows; the frame has {len(here)}: keep one edit.")
     names = ["in all", "routing frozen", "routing alone", "interaction"]
-    values = [float(x) for x in here["effect"]]
+    here = full(here)
+    values = here["effect"].astype(float).to_list()
     _bars(ax, values, [f"{name}   {short(value)}" for name, value in zip(names, values, strict=True)])
     if known := "ci_low" in here:
         low, high = (here[name].astype(float).to_list() for name in ("ci_low", "ci_high"))

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments.attribution import agreement, paired
-from experiments.effects import gaps
+from experiments.effects import full, gaps
 from experiments.frames import BadFrame, check_one
 from experiments.plots import INK, SIZE, SMALL, SOFT, UNMEASURED, heading, heatmap, nothing, short, symbol
 
@@ -90,7 +90,7 @@ def paths(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None
         where = f"{here['direction'].iloc[0]}, n = {here['n'].max()}"
         title = f"Paths ({held}): {_unit(here).split(' [')[0]} recovered; {where}"
     value = "recovered" if "recovered" in here else "effect"
-    return heatmap(here.assign(**ordered), ax, y="sender", x="receiver", value=value, title=title)
+    return heatmap(full(here).assign(**ordered), ax, y="sender", x="receiver", value=value, title=title)
 
 
 # ---- circuits --------------------------------------------------------------------------------------------------------

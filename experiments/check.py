@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hooks import HookedModel, Run, Site, resample
 from hooks.edits import PER_SLOT
+from hooks.finite import begins
 from probe.errors import ProbeError
 from probe.numerics import forbidden
 
@@ -40,9 +41,13 @@ class Finding:
 
 
 def check(model: HookedModel, seed: int = 0) -> list[Finding]:
-    """Every finding; the model is as it was afterwards. Where hooks are on already, only that is found."""
+    """Every finding; the model is as it was afterwards. Where hooks are on already, or something isn't finite, only
+    that is found: it would fail all else."""
     tokens = torch.randint(0, model.dims.V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
     tokens = tokens.to(model.device)
+    first, _ = begins(model, tokens)
+    if first is not None:
+        return [Finding("every tensor of a run is finite", (f"not finite from {first} on",), len(list(model.sites)))]
     sites = _chosen(model)
     base = model.run(tokens, want=["logits", *sites])
     if base.hooked:

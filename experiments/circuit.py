@@ -26,6 +26,7 @@ from torch import Tensor
 
 from experiments.ablate import forces, reference_of, source_name
 from experiments.asking import Ask
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.nodes import Node, nodes
@@ -43,6 +44,7 @@ AMONG = ("O h=*", "delta_ffn")
 """What a model is taken apart into where nobody says otherwise: heads and FFNs."""
 
 
+@telling
 def circuit(
     model: HookedModel,
     prompts: Prompts,

@@ -1,7 +1,7 @@
 """The command line, ``k2probe``: demo, check, tensors, params, run, and a command for each study.
 
-Exit codes: 0, 1 (the run failed: one sentence on stderr says why), 2 (it was asked for in a wrong way). Whatever is
-heavy is imported inside the commands, so that ``--help`` answers at once.
+Exit codes: 0, 1 (the run failed, or what it wrote is NaN or infinite: one sentence on stderr says why or where), 2 (it
+was asked for in a wrong way). Whatever is heavy is imported inside the commands, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class _Told(TyperGroup):
         """Run the command."""
         try:
             with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* not finite", RuntimeWarning)  # of a study: said at the end of it
                 warnings.showwarning = _noted(warnings.showwarning)
                 return super().invoke(ctx)
         except Exception as error:
@@ -199,7 +200,7 @@ def run(
         raise typer.BadParameter(f"--shard {shard}: give two numbers, as in 2/4 for the second of four.")
     import torch
 
-    from experiments import runs
+    from experiments import finite, runs
     from experiments.spec import read
     from experiments.tables import unit_table
 
@@ -214,6 +215,7 @@ def run(
     done, units = runs.finished(place)
     typer.echo(f"{done} of {units} units are finished" + ("" if done < units else ", and joined"))
     say_files([place / name for name in (("units",) if done < units else ("frame.parquet", "frame.csv", "pictures"))])
+    finite.check(runs.not_finite(place))
 
 
 for study in commands.STUDIES:

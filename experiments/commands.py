@@ -38,9 +38,9 @@ from experiments.terminal import (
     opened,
     place_of,
     prompts_of,
-    save_frame,
     say_cost,
-    say_effects,
+    show,
+    show_effects,
     torch_dtype,
     two_texts,
 )
@@ -89,7 +89,7 @@ def ablate(
         say_cost("ablate", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.ablate(hooked, prompts, per_prompt=per_prompt, **asked)
-    say_effects(df, "ablation", place)
+    show_effects(df, "ablation", place)
 
 
 def patch(
@@ -152,7 +152,7 @@ def patch(
         say_cost("patch", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.patch(hooked, prompts, per_prompt=per_prompt, **asked)
-    say_effects(df, "patch", place)
+    show_effects(df, "patch", place)
 
 
 def paths(
@@ -200,10 +200,14 @@ def paths(
         say_cost("paths", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.paths(hooked, prompts, per_prompt=per_prompt, name=name, **asked)
-    if not per_prompt:
-        path_table(df).print()
-    if place:
-        save_frame(place, "paths", df, () if per_prompt else [("paths", causal_plots.paths(df))])
+    show(
+        df,
+        "paths",
+        place,
+        lambda df: [path_table(df)],
+        lambda df: [("paths", causal_plots.paths(df))],
+        averaged=not per_prompt,
+    )
 
 
 def circuit(
@@ -232,7 +236,7 @@ def circuit(
 ) -> None:
     """Keep some heads and FFNs, ablate the rest, and see what is left: faithfulness, minimality, completeness."""
     one_of(prompt, task, answer=answer, wrong=wrong)
-    from experiments import causal_plots
+    from experiments import causal_plots, finite
     from experiments import circuit as study
     from experiments.tables import circuit_tables
 
@@ -245,12 +249,9 @@ def circuit(
         say_cost("circuit", prompts.name, study.outlook(hooked, prompts, node, **asked))
         return
     df = study.circuit(hooked, prompts, node, per_prompt=per_prompt, name=name, **asked)
-    for table in () if per_prompt else circuit_tables(df):
-        table.print()
-    if lost := df.attrs["unmatched"]:
-        typer.echo(f"{lost} rows have no value: they need an expert that no reference prompt chose.")
-    if place:
-        save_frame(place, "circuit", df, () if per_prompt else causal_plots.circuits(df))
+    lost = 0 if finite.NOT_FINITE in df.attrs else df.attrs["unmatched"]
+    notes = [f"{lost} rows have no value: they need an expert that no reference prompt chose."] if lost else []
+    show(df, "circuit", place, circuit_tables, causal_plots.circuits, notes=notes, averaged=not per_prompt)
 
 
 def attribute(
@@ -282,7 +283,7 @@ def attribute(
     from experiments import attribution as study
     from experiments import causal_plots
     from experiments.effects import gaps
-    from experiments.tables import agreement_table, effect_tables
+    from experiments.tables import attribution_tables
 
     place = folder_for(out, dry_run, per_prompt)
     hooked, name = opened(model, keep, dtype, beyond)
@@ -293,17 +294,10 @@ def attribute(
         say_cost("attribute", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.attribute(hooked, prompts, per_prompt=per_prompt, name=name, **asked)
-    best = df.loc[df["edit"] != "patch", "edit"].iloc[-1]
-    for table in () if per_prompt else effect_tables(df[df["edit"] == best]):
-        table.print()
-    if exact and not per_prompt:
-        agreement_table(df).print()
-    for edit, left in gaps(df[:0] if per_prompt else df).items():
-        typer.echo(f"{edit}: over the whole embedding the estimates leave {left}")
-    for reason in df.attrs["left_out"].values():
-        typer.echo(f"left out: {reason}")
-    if place:
-        save_frame(place, "attribution", df, () if per_prompt else causal_plots.attributions(df))
+    left = gaps(df[:0] if per_prompt else df)
+    notes = [f"{edit}: over the whole embedding the estimates leave {what}" for edit, what in left.items()]
+    notes += [f"left out: {reason}" for reason in df.attrs["left_out"].values()]
+    show(df, "attribution", place, attribution_tables, causal_plots.attributions, notes=notes, averaged=not per_prompt)
 
 
 def lens(
@@ -327,8 +321,8 @@ def lens(
 ) -> None:
     """Read the residual stream as if each place were the last, and see which heads and experts add up to the answer."""
     one_of(prompt, task, answer=answer, wrong=wrong)
+    from experiments import finite, lens_plots
     from experiments import lens as study
-    from experiments import lens_plots
     from experiments.tables import direct_table, lens_tables
     from probe.errors import BadText
 
@@ -347,18 +341,22 @@ def lens(
         say_cost("lens", prompts.name, study.outlook(hooked, prompts, **asked), **({"direct": ahead} if ahead else {}))
         return
     df = study.lens(hooked, prompts, per_prompt=per_prompt, name=name, **asked)
-    for table in () if per_prompt else lens_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "lens", df, () if per_prompt else lens_plots.pictures(df))
+    show(df, "lens", place, lens_tables, lens_plots.pictures, averaged=not per_prompt, last=False)
     if not ahead:
         typer.echo(f"left out: what adds up to the logit difference: {why}")
+        finite.check([df.attrs.get(finite.NOT_FINITE)])
         return
     parts = study.direct(hooked, prompts, per_prompt=per_prompt, name=name)
-    if not per_prompt:
-        direct_table(parts).print()
-    if place:
-        save_frame(place, "direct", parts, () if per_prompt else [("direct", lens_plots.direct(parts))])
+    show(
+        parts,
+        "direct",
+        place,
+        lambda df: [direct_table(df)],
+        lambda df: [("direct", lens_plots.direct(df))],
+        averaged=not per_prompt,
+        last=False,
+    )
+    finite.check(one.attrs.get(finite.NOT_FINITE) for one in (df, parts))
 
 
 def scores(
@@ -386,10 +384,7 @@ def scores(
         say_cost("scores", prompts.name, study.outlook(hooked, prompts, blocks=block))
         return
     df = study.scores(hooked, prompts, blocks=block, per_prompt=per_prompt, name=name)
-    if not per_prompt:
-        score_table(df).print()
-    if place:
-        save_frame(place, "scores", df, () if per_prompt else head_maps(df))
+    show(df, "scores", place, lambda df: [score_table(df)], head_maps, averaged=not per_prompt)
 
 
 def probe(
@@ -451,12 +446,8 @@ def probe(
         say_cost("probes", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.probes(hooked, prompts, name=name, **asked)
-    for table in probe_tables(df):
-        table.print()
-    for reason in df.attrs["left_out"].values():
-        typer.echo(f"left out: {reason}")
-    if place:
-        save_frame(place, "probes", df, probe_plots.pictures(df))
+    notes = [f"left out: {reason}" for reason in df.attrs["left_out"].values()]
+    show(df, "probes", place, probe_tables, probe_plots.pictures, notes=notes)
 
 
 def steer(
@@ -514,10 +505,7 @@ def steer(
         say_cost("steer", prompts.name, study.outlook(hooked, prompts, direction, **asked))
         return
     df = study.steer(hooked, prompts, direction, **asked)
-    for table in steer_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "steer", df, steer_plots.pictures(df))
+    show(df, "steer", place, steer_tables, steer_plots.pictures)
 
 
 def norms(
@@ -547,10 +535,7 @@ def norms(
         say_cost("norms", prompts.name, study.outlook(hooked, prompts, **asked))
         return
     df = study.norms(hooked, prompts, name=name, **asked)
-    for table in (norm_table(df), *stream_tables(df)):
-        table.print()
-    if place:
-        save_frame(place, "norms", df, size_maps(df))
+    show(df, "norms", place, lambda df: [norm_table(df), *stream_tables(df)], size_maps)
 
 
 def routing(
@@ -578,10 +563,7 @@ def routing(
         say_cost("routing", ", ".join(some.name for some in sets), study.outlook(hooked, sets, blocks=block))
         return
     df = study.routing(hooked, sets, blocks=block, name=name)
-    for table in routing_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "routing", df, load_maps(df))
+    show(df, "routing", place, routing_tables, load_maps)
 
 
 def split(
@@ -619,10 +601,7 @@ def split(
         say_cost("split", prompts.name, study.outlook_split(hooked, prompts, edit, **asked))
         return
     df = study.split(hooked, prompts, edit, name=name, **asked)
-    for table in split_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "split", df, bars.splits(df))
+    show(df, "split", place, split_tables, bars.splits)
 
 
 def top(
@@ -660,10 +639,7 @@ def top(
         say_cost("top", prompts.name, study.outlook(hooked, prompts, tensor, where=where, n=n))
         return
     df = study.top(hooked, prompts, tensor, where=where, n=n, smallest=smallest, name=name)
-    for table in top_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "top", df, bars.rankings(df))
+    show(df, "top", place, top_tables, bars.rankings)
 
 
 def compare(
@@ -698,10 +674,7 @@ def compare(
         say_cost("compare", "weights" if prompts is None else prompts.name, study.outlook(one, other, prompts))
         return
     df = study.compare(one, other, prompts, names=(first.resolve().name, second.resolve().name))
-    for table in comparison_tables(df):
-        table.print()
-    if place:
-        save_frame(place, "compare", df, comparison_maps(df))
+    show(df, "compare", place, comparison_tables, comparison_maps)
 
 
 STUDIES = (ablate, patch, paths, circuit, attribute, lens, scores, probe, steer, norms, routing, split, top, compare)

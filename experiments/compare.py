@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from experiments.fingerprint import fingerprint
+from experiments.finite import telling
 from experiments.frames import frame, join
 from experiments.norms import measure, sized
 from experiments.options import Keeping
 from experiments.prompts import Prompts
 from experiments.routing import by_prompt, moe_blocks
-from experiments.stats import Numbers, summary
+from experiments.stats import Numbers, known, summary
 from experiments.study import activation_dtype, common, passes
 from hooks import HookedModel
 from probe import Drawn, Weights, account
@@ -44,6 +45,7 @@ class Unequal(ProbeError, ValueError):
     """Two models whose tensors cannot be laid side by side."""
 
 
+@telling
 def compare(
     first: HookedModel,
     second: HookedModel,
@@ -283,11 +285,14 @@ def _norms(first: HookedModel, second: HookedModel, prompts: Prompts) -> pd.Data
     sites, groups = sized(first), [prompt.group for prompt in prompts.rows]
     sizes = [measure(model, prompts, sites) for model in (first, second)]
     base, value = (np.stack([size[site].rms.cpu().numpy() for site in sites]) for size in sizes)
-    real = np.arange(base.shape[-1]) < np.array([len(prompt.tokens) for prompt in prompts.rows])[:, None]
-    usual, was = (np.nanmedian(np.where(real, rms, np.nan), axis=-1) for rms in (value, base))
+    lengths = [len(prompt.tokens) for prompt in prompts.rows]
+    usual, was = (
+        np.stack([np.median(rms[:, b, :n], axis=-1) for b, n in enumerate(lengths)], axis=-1) for rms in (value, base)
+    )
     what = pd.DataFrame({"block": [s.block for s in sites], "tensor": [s.tensor for s in sites]})
-    at_first = what.assign(pos=0, **summary(value[..., 0], base[..., 0], groups))
-    parts = what.assign(**summary(usual, was, groups)), at_first
+    pairs = (usual, was), (value[..., 0], base[..., 0])
+    typical, at_first = (what.assign(**summary(known(after, before), before, groups)) for after, before in pairs)
+    parts = typical, at_first.assign(pos=0)
     return pd.concat([part.astype(object) for part in parts], ignore_index=True).assign(metric="rms", unit="1")
 
 

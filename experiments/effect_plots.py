@@ -41,9 +41,8 @@ def pictures(df: pd.DataFrame) -> Iterator[tuple[str, Axes]]:
     here = df[df["metric"] == df["metric"].iloc[0]]
     lies, name = layout(here), told(here)
     sizes = here[name].abs().replace(np.inf, np.nan)
-    limit = (
-        float(sizes.max()) if sizes.max() > 0 else None
-    )  # one scale for all, so that one can be held against another
+    most = sizes.max()
+    limit = float(most) if pd.notna(most) and most > 0 else None  # one scale for all, to hold them against each other
     for label, part in lies.split(here):
         file = "_".join(filter(None, ("effects" if name == "effect" else name, label)))
         yield file, heatmap(part, y=lies.down, x=lies.across, limit=limit)

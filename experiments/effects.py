@@ -52,6 +52,14 @@ def told(df: pd.DataFrame, by: Sequence[str] = ()) -> str:
     return "value"
 
 
+def full(df: pd.DataFrame) -> pd.DataFrame:
+    """A frame with the columns that all effects have, also where none has a number: what was run was not finite."""
+    import pandas as pd
+
+    missing = [name for name in ("value", "base", "effect") if name not in df]
+    return df.assign(**{name: pd.array([pd.NA] * len(df), dtype="Float64") for name in missing})
+
+
 def changed(df: pd.DataFrame, metric: str) -> str:
     """What a metric's effects are called, in its rows: a distance starts from 0, and its change is itself."""
     from_zero = "base" in df and bool(df["base"].eq(0).fillna(False).all())

@@ -372,6 +372,12 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
     return df
 
 
+def attrs_of(path: Path) -> Mapping[str, Any]:
+    """The attrs of a frame in a parquet file, without its rows."""
+    said: Mapping[str, Any] = json.loads((pa_parquet.read_schema(path).metadata or {}).get(ATTRS, "{}"))
+    return said
+
+
 def _read_csv(path: Path) -> pa.Table:
     """A CSV file as text, integers and floats by the schema. Nothing between two commas is NA, ``""`` is empty text."""
     arrow = {"Int64": pa.int64(), "Float64": pa.float64(), "string": pa.string(), "tensor": pa.string()}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.asking import LOGITS, Ask
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.metrics import METRICS, BadMetric, Metric, choose
 from experiments.options import Scale, Split
@@ -50,6 +51,7 @@ METRICS_READ = ("logit_difference", "log_probability", "rank", "kl")
 # ---- the lens --------------------------------------------------------------------------------------------------------
 
 
+@telling
 def lens(
     model: HookedModel,
     prompts: Prompts,
@@ -239,6 +241,7 @@ def _readable(model: HookedModel, tensors: Sequence[str], blocks: Sequence[int] 
 # ---- direct attribution ----------------------------------------------------------------------------------------------
 
 
+@telling
 def direct(
     model: HookedModel,
     prompts: Prompts,

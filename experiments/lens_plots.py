@@ -7,10 +7,12 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
+from experiments.effects import full
 from experiments.frames import BadFrame, tensors
 from experiments.plots import (
     DIVERGING,
@@ -57,7 +59,7 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None,
     """
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
-    here = df[df["tensor"].astype(object).isin(list(RESIDUAL)) & df["block"].notna()]
+    here = full(df[df["tensor"].astype(object).isin(list(RESIDUAL)) & df["block"].notna()])
     if not len(here):
         return nothing(ax, "no rows of the residual stream to draw")
     there = list(here["metric"].unique())
@@ -65,6 +67,8 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, *, metric: str | None = None,
     if metric not in there or "role" not in here:
         raise BadFrame(f"the frame has no metric {metric!r} by role; its metrics are {', '.join(there)}.")
     here = _average(here[here["metric"] == metric], ["block", "tensor", "role"])
+    if not np.isfinite(here["value"].to_numpy(dtype=float, na_value=np.nan)).any():
+        return nothing(ax, f"no {metric.replace('_', ' ')} to draw: none is finite")
     here = here.assign(spot=here["block"].astype(float) + here["tensor"].astype(object).map(RESIDUAL).astype(float))
     for i, (role, part) in enumerate(here.groupby("role", sort=False), 1):
         _line(ax, part.sort_values("spot"), group_colour(i), str(role))
@@ -90,7 +94,7 @@ def _line(ax: Axes, part: pd.DataFrame, colour: Any, role: str) -> None:
         low, high = (part[name].astype(float) for name in ("ci_low", "ci_high"))
         ax.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
     ax.plot(x, value, color=colour, lw=1.8, marker="o", ms=3.5 if len(part) <= 32 else 0, label=role)
-    ax.axhline(float(part["base"].iloc[0]), color=colour, lw=0.9, ls="--")
+    ax.axhline(part["base"].astype(float).iloc[0], color=colour, lw=0.9, ls="--")
 
 
 def direct(df: pd.DataFrame, ax: Axes | None = None, *, most: int = 14, title: str | None = None) -> Axes:
@@ -107,14 +111,14 @@ def direct(df: pd.DataFrame, ax: Axes | None = None, *, most: int = 14, title: s
     """
     if not len(df):
         return nothing(plt.subplots(figsize=(9, 2.8))[1] if ax is None else ax, "no parts to draw")
-    df = _average(df, ["block", "tensor", *(name for name in ("head", "expert") if name in df)])
+    df = _average(full(df), ["block", "tensor", *(name for name in ("head", "expert") if name in df)])
     own = df.loc[df["value"].abs().sort_values(ascending=False).index[:most]].sort_index()
-    rest, whole = df["value"].drop(own.index), float(df["base"].iloc[0])
+    rest, whole = df["value"].drop(own.index), df["base"].astype(float).iloc[0]
     names = [_part(row) for row in own.to_dict("records")]
-    values = [float(value) for value in own["value"]]
+    values = own["value"].astype(float).to_list()
     if len(rest):
         names.append(f"the other {len(rest)} together")
-        values.append(float(rest.sum()))
+        values.append(float(rest.astype(float).sum()))
     names, values = [*names, "all"], [*values, whole]
     if ax is None:
         _, ax = plt.subplots(figsize=(9, 0.24 * len(names) + 1.3), layout="constrained")

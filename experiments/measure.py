@@ -391,7 +391,8 @@ def table(
 def _averaged(ask: Ask, found: Measured, metric: Metric, what: pd.DataFrame, seed: int) -> pd.DataFrame:
     groups = [prompt.group for prompt in ask.prompts.rows]
     source = found.source.get(metric.name)
-    values, base = found.values[metric.name], found.base[metric.name]
+    base = found.base[metric.name]
+    values = stats.known(found.values[metric.name], base, source)
     columns = stats.summary(values, base, groups, source, distance=_one_way(metric, values, base), seed=seed)
     if metric.name in found.noise:
         there = ~np.isnan(values)[:, None]

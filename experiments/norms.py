@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.finite import telling
 from experiments.frames import BadFrame, check_one, frame
 from experiments.prompts import Prompts
 from experiments.study import chosen_sites, common, passes
@@ -30,6 +31,7 @@ from probe.numerics import forbidden
 from probe.sites import Site
 
 
+@telling
 def norms(
     model: HookedModel,
     prompts: Prompts,

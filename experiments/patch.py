@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from experiments import stats
 from experiments.asking import Ask
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.options import By, Direction
@@ -36,6 +37,7 @@ NOISE = 3.0
 """Standard deviations of noise where nobody says how much."""
 
 
+@telling
 def patch(
     model: HookedModel,
     prompts: Prompts,

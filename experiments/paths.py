@@ -21,6 +21,7 @@ import pandas as pd
 from torch import Tensor
 
 from experiments.asking import LOGITS
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, cost, measure, table
 from experiments.nodes import Node, nodes
@@ -45,6 +46,7 @@ READ = {"delta_attn": "x_n", "delta_ffn": "x_mid"}
 """Where in the residual stream each Δ begins."""
 
 
+@telling
 def paths(
     model: HookedModel,
     prompts: Prompts,

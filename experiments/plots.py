@@ -594,6 +594,8 @@ def norms(df: pd.DataFrame, ax: Axes | None = None, *, metric: str = "rms", titl
     spot = here["block"].astype(float) + here["tensor"].astype(object).map(RESIDUAL).astype(float)
     size = here["value"].astype(float)
     good = np.isfinite(size) & (size > 0)
+    if not good.any():
+        return nothing(ax, "no size to draw: all are 0 or not finite")
     # x_next of a block and x_n of the next are one value at one spot: quantiles don't mind it twice
     first = here["pos"] == 0
     lines = {}

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.labels import LEAST_FOLDS, BadProbe, Bools, Labels, Lesson, Numbers, lesson, truth
 from experiments.options import Control, Probe
@@ -43,6 +44,7 @@ DRAWS = 5
 """Of shuffled labels, where nobody says how many."""
 
 
+@telling
 def probes(
     model: HookedModel,
     prompts: Prompts,
@@ -219,9 +221,10 @@ class Judged(NamedTuple):
 def _judged(X: Numbers, there: Bools, taught: Lesson, how: How) -> Numbers:
     """One cell of `Judged`, of the true labels and of shuffled ones: right and base, [2, 2, rows]."""
     made = np.full((2, 2, len(there)), np.nan)
+    there = there & np.isfinite(X).all(-1)
     part = taught.only(there)
     if len(part.folds) < LEAST_FOLDS - 1 or part.fewest() < min(how.width, X.shape[1]):
-        return made  # too few prompts chose the expert
+        return made  # too few prompts chose the expert, or were finite
     both = np.stack([marks(scores, part.targets) for scores in (Fits(X[there], part, how).scores(), guesses(part))])
     made[0][:, there] = both[..., 0]
     if both.shape[-1] > 1:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from experiments.ablate import reference_of, source_name
 from experiments.asking import Ask
+from experiments.finite import telling
 from experiments.frames import BadFrame, frame
 from experiments.measure import Source, stayed
 from experiments.metrics import Metric
@@ -30,7 +31,7 @@ from experiments.nodes import nodes
 from experiments.options import How
 from experiments.parts import ablation
 from experiments.prompts import Prompts
-from experiments.stats import Numbers, summary, units
+from experiments.stats import Numbers, known, summary, units
 from experiments.study import chosen_blocks, common, other_options, passes
 from hooks import Cell, Edit, HookedModel, Live, Run, freeze, patch
 from hooks import outlook as ahead
@@ -40,6 +41,7 @@ from probe.sites import Site
 from probe.text import Batch
 
 
+@telling
 def routing(
     model: HookedModel,
     prompts: Prompts | Sequence[Prompts],
@@ -120,6 +122,7 @@ def _asked(
     return sets, moe_blocks(model, blocks)
 
 
+@telling
 def coactivation(
     model: HookedModel, prompts: Prompts, block: int, *, beyond: bool = False, name: str | None = None
 ) -> pd.DataFrame:
@@ -149,6 +152,7 @@ HOWS = ("zero", "mean", "resample", "noise")
 """How a text says that a node is edited, for `split`."""
 
 
+@telling
 def split(
     model: HookedModel,
     prompts: Prompts,
@@ -204,7 +208,8 @@ def split(
     for metric in ask.metrics:
         before, whole, computed, alone = (ask.values(metric, one, seen[0], block).numpy() for one in seen)
         together = whole - computed - alone + 2 * before
-        found = summary([whole, computed, alone, together], before, groups, distance=metric.distance, seed=seed)
+        edited = known([whole, computed, alone, together], before)
+        found = summary(edited, before, groups, distance=metric.distance, seed=seed)
         found["value"][-1] = np.nan
         parts.append(what.assign(metric=metric.name, unit=metric.unit, prompts=prompts.name, **found).astype(object))
     return _frame(model, pd.concat(parts, ignore_index=True), name, study="split")

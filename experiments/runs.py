@@ -39,6 +39,7 @@ from experiments import frames
 from experiments.apart import Told
 from experiments.compare import RANDOM, load_second
 from experiments.fingerprint import fingerprint
+from experiments.finite import NOT_FINITE
 from experiments.frames import BadPath
 from experiments.pictures import save
 from experiments.prompts import Prompts
@@ -126,6 +127,20 @@ def finished(out: str | os.PathLike[str]) -> tuple[int, int]:
     out = expanded(out)
     files = [out / unit["file"] for unit in _manifest(out / "manifest.json")["units"]]
     return sum(file.exists() for file in files), len(files)
+
+
+def not_finite(out: str | os.PathLike[str]) -> list[str]:
+    """What the finished units of a run folder say was not finite, each with its label.
+
+    Raises:
+        BadRun: it is no run folder.
+    """
+    found = []
+    for unit in _manifest(Path(out) / "manifest.json")["units"]:
+        file = Path(out) / unit["file"]
+        if file.exists() and (said := frames.attrs_of(file).get(NOT_FINITE)):
+            found.append(f"{unit['label']}: {said}" if unit["label"] else said)
+    return found
 
 
 def plan(spec: Spec) -> list[Mapping[str, float]]:

@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from experiments.finite import telling
 from experiments.frames import BadFrame, check_one
 from experiments.prompts import Prompt, Prompts
 from experiments.study import Reading, chosen_blocks, passes, report
@@ -41,6 +42,7 @@ KINDS = ("previous_token", "duplicate_token", "induction")
 """The kinds of head that are scored; `scores` says which keys each attends to."""
 
 
+@telling
 def scores(
     model: HookedModel,
     prompts: Prompts,

@@ -115,6 +115,14 @@ def summary(
     return columns
 
 
+def known(edited: ArrayLike, *others: Numbers | None) -> Numbers:
+    """Edited values [cells, prompts], NaN where another run that they are held against has none: it was not finite."""
+    values = np.asarray(edited, dtype=np.float64)
+    for other in others:
+        values = values if other is None else np.where(np.isnan(other), np.nan, values)
+    return values
+
+
 def _like(name: str, given: ArrayLike, edited: Numbers) -> Numbers:
     """As [cells, prompts], NaN wherever ``edited`` is."""
     numbers = np.asarray(given, dtype=np.float64)

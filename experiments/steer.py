@@ -23,6 +23,7 @@ from torch import Tensor
 from experiments import stats
 from experiments.ablate import source_name
 from experiments.asking import Ask
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.measure import Asked, Measured, cost, measure, table
 from experiments.options import Probe, When
@@ -49,6 +50,7 @@ ON_TEXT = ("kl:all", "loss")
 """What is measured on plain text: how far predictions move, at every position, and how much worse they get."""
 
 
+@telling
 def steer(
     model: HookedModel,
     prompts: Prompts,
@@ -411,6 +413,7 @@ def _size(model: HookedModel, ask: Ask, target: _Target, vector: Tensor) -> tupl
 
     Raises:
         ShapeMismatch: the direction is not one of the tensor's last axes.
+        BadEdit: what is steered is zero.
     """
     site = target.site
     node = model.sites.node(site)
@@ -426,7 +429,7 @@ def _size(model: HookedModel, ask: Ask, target: _Target, vector: Tensor) -> tupl
     mask = at.mask(value)
     squares, counts = ((x * mask).flatten(2).sum(-1) for x in (value**2, torch.ones_like(value)))
     sizes = (squares / counts)[counts > 0].sqrt().cpu().numpy()
-    if not len(sizes) or not (rms := float(np.median(sizes))) > 0:
+    if not len(sizes) or (rms := float(np.median(sizes))) == 0:
         raise BadEdit(f"{edit}: there is nothing but zero to measure a dose by.")
     return mask.flatten(0, 1).any(0).cpu(), rms
 
@@ -436,4 +439,4 @@ def _sized(vector: Tensor, part: Tensor, rms: float) -> Tensor:
     size = float(vector.expand(part.shape)[part].double().square().mean().sqrt())
     if not (size > 0 and isfinite(size)):
         raise BadEdit("the direction is zero there, or not finite: it points nowhere.")
-    return vector * (rms / size)
+    return vector * ((rms if isfinite(rms) else 1.0) / size)  # of what isn't finite no dose has a number

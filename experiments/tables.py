@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from experiments.effects import changed, keys, layout, place_name, told, where
+from experiments.effects import changed, full, keys, layout, place_name, told, where
 from experiments.options import Kind
 from probe import KIMI_K2, Dims, account, around, card
 from probe.card import Card, Leaf, Step, plain
@@ -166,7 +166,7 @@ def effect_tables(df: pd.DataFrame) -> Iterator[Table]:
     Where a grid would be too wide (hundreds of experts), there would be too many (each position of each head), or each
     cell has a control beside it, the list says it alone.
     """
-    here = df[df["metric"] == df["metric"].iloc[0]]
+    here = full(df[df["metric"] == df["metric"].iloc[0]])
     lies = layout(here)
     lies = lies._replace(apart=tuple(name for name in lies.apart if name != "block"))
     grids = list(lies.split(here))
@@ -212,7 +212,8 @@ def _words(df: pd.DataFrame) -> pd.Series[str]:
     from experiments.plots import short
 
     column = told(df)
-    words = df[column].map(lambda x: short(float(x), signed=column == "effect"), na_action="ignore").fillna("–")
+    numbers = df[column].astype(object)
+    words = numbers.map(lambda x: short(float(x), signed=column == "effect"), na_action="ignore").fillna("–")
     if not {"effect", "noise_floor"} <= set(df):
         return words
     return words.mask((df["effect"].abs() < df["noise_floor"]).fillna(False), "(" + words + ")")
@@ -281,13 +282,15 @@ def _heading(df: pd.DataFrame, shown: Sequence[str]) -> str:
 
 def norm_table(df: pd.DataFrame) -> Table:
     """Each tensor's rms, at the first position and the median of the others, and its largest channel."""
+    import pandas as pd
+
     from experiments.plots import short
 
     rows = []
     for (block, tensor), part in df.groupby(["block", "tensor"], observed=True):
         rms = part[part["metric"] == "rms"]
         rest, first = rms.loc[rms["pos"] > 0, "value"].median(), rms.loc[rms["pos"] == 0, "value"].median()
-        row = [str(block), str(tensor), *(short(float(x)) if x == x else "–" for x in (first, rest))]
+        row = [str(block), str(tensor), *(short(float(x)) if pd.notna(x) else "–" for x in (first, rest))]
         top = part[part["metric"] == "max"]
         rows.append([*row, *_largest(top)])
     header = ("block", "tensor", "rms at 0", "rms, median of others", "largest", "where", "token")
@@ -297,7 +300,7 @@ def norm_table(df: pd.DataFrame) -> Table:
 def _largest(top: pd.DataFrame) -> list[str]:
     from experiments.plots import short
 
-    if not len(top):
+    if top["value"].isna().all():
         return ["", "", ""]
     row = top.loc[[top["value"].abs().idxmax()]].to_dict("records")[0]
     names = [name for name in ("head", "expert", "key", "feature") if isinstance(row.get(name), int)]
@@ -310,10 +313,10 @@ def lens_tables(df: pd.DataFrame) -> Iterator[Table]:
     from experiments.plots import short
 
     scale = "that of the last place" if "frozen" in df else "each place's own"
-    for role, part in df.groupby("role", sort=False):
+    for role, part in full(df).groupby("role", sort=False):
         title = f"Logit lens at {role}: {_of(part)}; the final norm's scale is {scale}"
         table = _values(part, title, ["block", "tensor"], [_with_unit(row) for row in part.to_dict("records")])
-        output = part.drop_duplicates("metric")["base"].astype(float).map(short)
+        output = part.drop_duplicates("metric")["base"].astype(float).map(short).replace("", "–")
         yield replace(table, rows=[*table.rows, ["", "output", *output]])
 
 
@@ -321,13 +324,14 @@ def direct_table(df: pd.DataFrame, most: int = 20) -> Table:
     """The largest parts of a logit difference, a line each, in the order in which the model adds them."""
     from experiments.plots import short
 
+    df = full(df)
     top = df.loc[df["value"].abs().sort_values(ascending=False).index[:most]].sort_index()
     numbers = [top[name].astype(float).map(short) for name in ("value", "ci_low", "ci_high") if name in top]
     names = [name for name in ("block", "tensor", "head", "expert") if name in top]
     words = [top[name].astype(object).where(top[name].notna(), "").astype(str) for name in names]
     header = (*names, "adds", "from", "to")[: len(names) + len(numbers)]
-    whole, rest = df.iloc[0].to_dict(), df["value"].drop(top.index)
-    title = f"What adds up to {short(float(whole['base']))}, the {_with_unit(whole)}: {_of(df)}"
+    whole, rest, base = df.iloc[0].to_dict(), df["value"].drop(top.index), df["base"].astype(float).iloc[0]
+    title = f"What adds up to {short(base) or 'no number'}, the {_with_unit(whole)}: {_of(df)}"
     notes = [f"the other {len(rest)} together: {short(float(rest.sum()))}"] if len(rest) else []
     notes.append(f"left by rounding: {short(float(whole['base'] - df['value'].sum()), signed=True)}")
     notes += ["from, to: 95 % interval"] if len(numbers) > 1 else []
@@ -357,7 +361,7 @@ def probe_tables(df: pd.DataFrame) -> Iterator[Table]:
     for (prompts, source), part in df.groupby(["prompts", taught_by(df)], sort=False):
         itself, row = part[part["kind"] == ""], part.iloc[0].to_dict()
         fitted = f" fitted to {source}" if source else ""
-        notes = [f"always guessing the same: {short(float(itself['base'].mean()))}"]
+        notes = [f"always guessing the same: {short(itself['base'].astype(float).mean()) or '–'}"]
         for kind, (name, _) in CONTROLS.items():
             if len(values := part.loc[part["kind"] == kind, "value"].dropna().astype(float)):
                 notes.append(f"{name}: {short(values.min())} to {short(values.max())}")
@@ -502,14 +506,17 @@ def steer_tables(df: pd.DataFrame) -> Iterator[Table]:
 
     from experiments.plots import short
 
-    doses, rms = df[df["alpha"].notna()], df[df["metric"] == "rms"].iloc[0].to_dict()
+    df = full(df)
+    doses, unit_row = df[df["alpha"].notna()], df[df["metric"] == "rms"]
+    rms, size = unit_row.iloc[0].to_dict(), unit_row["value"].astype(float).iloc[0]
     where = "" if pd.isna(rms["block"]) else f" of block {rms['block']}"
-    unit = f"α is in multiples of the rms of {rms['tensor']}{where}, {short(float(rms['value']))}"
+    unit = f"α is in multiples of the rms of {rms['tensor']}{where}, {short(size) or 'not finite'}"
     for aside, part in doses.groupby(doses["when"].isna(), sort=False):
         by_metric = dict(list(part.groupby("metric", sort=False)))
         header, columns = ["α"], [[short(x, signed=True) for x in sorted(set(part["alpha"].astype(float)))]]
         for rows in by_metric.values():
-            effect, mean, sd = (rows[name].astype(float).map(short) for name in ("effect", "control", "spread"))
+            numbers = rows.reindex(columns=["effect", "control", "spread"]).astype(float)
+            effect, mean, sd = (numbers[name].map(short).replace("", "–") for name in numbers)
             header += [_change(rows), "random directions"]
             columns += [list(effect), list(mean + " ± " + sd)]
         what = "plain text, every position" if aside else str(part["edit"].iloc[0])
@@ -519,7 +526,7 @@ def steer_tables(df: pd.DataFrame) -> Iterator[Table]:
 
 def path_table(df: pd.DataFrame, most: int = 20) -> Table:
     """The largest paths of the first metric, a line each."""
-    here = df[df["metric"] == df["metric"].iloc[0]]
+    here = full(df[df["metric"] == df["metric"].iloc[0]])
     top = here.loc[here["effect"].abs().sort_values(ascending=False, kind="stable").index[:most]]
     row = here.iloc[0].to_dict()
     names = {"sender": "sender", "receiver": "receiver", "effect": "effect", "recovered": "recovered"}
@@ -552,12 +559,20 @@ def circuit_tables(df: pd.DataFrame) -> Iterator[Table]:
 
 def split_tables(df: pd.DataFrame) -> Iterator[Table]:
     """The parts of an edit's effect, metric by metric."""
-    for _, part in df.groupby("metric", sort=False):
+    for _, part in full(df).groupby("metric", sort=False):
         row = part.iloc[0].to_dict()
         shown = part.assign(part=["in all", "routing frozen", "routing alone", "interaction"])
         columns = {"part": "part", "effect": "effect", "ci_low": "from", "ci_high": "to", "p": "p"}
         columns |= {"routing_agreement": "routing agreement", "flips": "flips"}
         yield _listed(shown, f"{row['edit']}: {_change(part)}, {_of(part)}", columns)
+
+
+def attribution_tables(df: pd.DataFrame) -> Iterator[Table]:
+    """The best estimates that a frame of attributions has; and how well all agree with patches, where there are any."""
+    best = df.loc[df["edit"] != "patch", "edit"].iloc[-1]
+    yield from effect_tables(df[df["edit"] == best])
+    if (df["edit"] == "patch").any():
+        yield agreement_table(df)
 
 
 def agreement_table(df: pd.DataFrame) -> Table:

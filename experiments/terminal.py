@@ -5,7 +5,7 @@ Whatever is heavy is imported inside the functions, so that ``--help`` answers a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from experiments.prompts import Prompts
+    from experiments.tables import Table
     from hooks import HookedModel
 
 Model = Annotated[
@@ -196,20 +197,53 @@ def place_of(text: str | None) -> str | int | None:
     return int(text) if text is not None and text.lstrip("-").isdecimal() else text
 
 
-def say_effects(df: pd.DataFrame, name: str, place: Path | None) -> None:
-    """The tables of a study's first metric, what a reader must know of it, and its files."""
+def show(
+    df: pd.DataFrame,
+    name: str,
+    place: Path | None,
+    tables: Callable[[pd.DataFrame], Iterable[Table]],
+    pictures: Callable[[pd.DataFrame], Iterable[tuple[str, Axes]]],
+    *,
+    notes: Iterable[str] = (),
+    averaged: bool = True,
+    last: bool = True,
+) -> None:
+    """A study's frame as files; then its tables, what a reader must know of it, and its pictures: whatever comes of
+    these, the numbers are there.
+
+    Args:
+        name: of the files.
+        place: where they go; None: nowhere.
+        averaged: whether there is anything to show: rows by prompt go to files alone.
+        last: whether the command ends here.
+
+    Raises:
+        NotFinite: at the very end, where something that was run is NaN or infinite.
+    """
+    from experiments import finite, frames
+    from experiments.pictures import save
+
+    files = [frames.write(df, place / f"{name}.{ending}") for ending in ("parquet", "csv")] if place else []
+    for table in tables(df) if averaged else ():
+        table.print()
+    for note in notes:
+        typer.echo(note)
+    if place:
+        drawn = pictures(df) if averaged else ()
+        say_files([*files, *(save(ax, place / f"{label}.png") for label, ax in drawn)])
+    if last:
+        finite.check([df.attrs.get(finite.NOT_FINITE)])
+
+
+def show_effects(df: pd.DataFrame, name: str, place: Path | None) -> None:
+    """The frame of an ablation or of patches; see `show`."""
+    from experiments import effect_plots
     from experiments.tables import effect_tables
 
-    for table in () if "example" in df else effect_tables(df):
-        table.print()
-    if cells := df.attrs["unmatched"]:
-        typer.echo(f"–: no value, as it needs an expert that the source didn't choose (cells: {cells}).")
-    for reason in df.attrs.get("left_out", {}).values():
-        typer.echo(f"left out: {reason}")
-    if place:
-        from experiments import effect_plots
-
-        save_frame(place, name, df, () if "example" in df else effect_plots.pictures(df))
+    cells, left_out = df.attrs["unmatched"], df.attrs.get("left_out", {})
+    notes = [f"–: no value, as it needs an expert that the source didn't choose (cells: {cells})."] if cells else []
+    notes += [f"left out: {reason}" for reason in left_out.values()]
+    show(df, name, place, effect_tables, effect_plots.pictures, notes=notes, averaged="example" not in df)
 
 
 def say_cost(study: str, what: str, cost: Mapping[str, float], **more: Mapping[str, float]) -> None:
@@ -222,12 +256,3 @@ def say_cost(study: str, what: str, cost: Mapping[str, float], **more: Mapping[s
 def say_files(files: list[Path]) -> None:
     """What was written."""
     typer.echo("wrote " + ", ".join(map(str, files)))
-
-
-def save_frame(place: Path, name: str, df: pd.DataFrame, pictures: Iterable[tuple[str, Axes]]) -> None:
-    """A study's frame and pictures as files."""
-    from experiments import frames
-    from experiments.pictures import save
-
-    files = [frames.write(df, place / f"{name}.{ending}") for ending in ("parquet", "csv")]
-    say_files([*files, *(save(ax, place / f"{label}.png") for label, ax in pictures)])

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.finite import telling
 from experiments.frames import frame
 from experiments.prompts import Prompts, padded
 from experiments.study import common, direction_name, passes
@@ -35,6 +36,7 @@ COLUMN = {"h": "head", "e": "expert"}
 """Axis → the frame's column; any other axis is ``feature``."""
 
 
+@telling
 def top(
     model: HookedModel,
     texts: Prompts | Iterable[str],

@@ -103,20 +103,17 @@ def generate(
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     chosen: list[Tensor] = []
     scores: list[Tensor] = []
-    try:
-        for step in range(n):
-            logits = decoding.next_logits(step, chosen[-1] if chosen else None)
-            token = _choose(logits, temperature, generator)
-            if chosen:
-                token = torch.where(ended, chosen[-1], token)
-            for id in stop:
-                ended = ended | (token == id)
-            chosen.append(token)
-            scores.append(logits)
-            if bool(ended.all()):
-                break
-    finally:
-        model.clock.step = 0
+    for step in range(n):
+        logits = decoding.next_logits(step, chosen[-1] if chosen else None)
+        token = _choose(logits, temperature, generator)
+        if chosen:
+            token = torch.where(ended, chosen[-1], token)
+        for id in stop:
+            ended = ended | (token == id)
+        chosen.append(token)
+        scores.append(logits)
+        if bool(ended.all()):
+            break
     new = torch.stack(chosen, 1)
     whole = torch.cat([keep, torch.ones_like(new, dtype=torch.bool)], 1)
     return Generation(torch.cat([tokens, new], 1), whole, new, torch.stack(scores, 1))
@@ -222,15 +219,14 @@ class _Decoding:
 
     def next_logits(self, step: int, token: Tensor | None) -> Tensor:
         """[B, V]: the scores of the token after those read so far; ``token`` is the last one chosen."""
-        self.model.clock.step = step
         applied = self._on_the_prompt() if token is None else self._on_the_new(token)
         if self.use_cache:
-            return self._read(self.tokens if token is None else token[:, None], applied)
+            return self._read(self.tokens if token is None else token[:, None], applied, step)
         length = self.tokens.shape[1]
         for at in applied:
             at.stretch = None if at.is_weight else slice(length - at.rows.length, length)
         self.acting += [at for at in applied if token is None or not at.is_weight]
-        return self._read(self.tokens, self.acting)
+        return self._read(self.tokens, self.acting, step)
 
     def _on_the_prompt(self) -> list[At]:
         rows = self._rows()
@@ -260,8 +256,8 @@ class _Decoding:
         check_no_cut(applied, self.model.sites)
         return applied
 
-    def _read(self, tokens: Tensor, applied: list[At]) -> Tensor:
-        recorder = Recorder(self.model, applied)
+    def _read(self, tokens: Tensor, applied: list[At], step: int) -> Tensor:
+        recorder = Recorder(self.model, applied, step=step)
         logits = Site(None, "logits")
         past = self.past if self.use_cache else {}
         with torch.no_grad():

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hooks.finite import noticing
 from hooks.keep import Keeper
+from hooks.where import Rows
 from probe.decoder import SiteTap
 from probe.errors import BadEdit
 from probe.sites import Site
@@ -53,7 +55,7 @@ def run_with_gradients(model: HookedModel, tokens: Tensor, values: Keeper, gradi
             want=(logits,),
             positions=values.rows.ids,
             segments=values.rows.segments,
-            edited=model.watched(),
+            edited=model.acting(),
             tap=tap,
             watched=values.watched | {logits},
         )[logits]
@@ -99,11 +101,12 @@ def each_gradient(
             tokens,
             keep,
             want=(logits,),
-            edited=model.watched(),
+            edited=model.acting(),
             known={} if x_0 is None else {start: x_0},
             tap=tap,
             watched={*sites, logits, start},
         )[logits]
+        noticing(model, tokens, Rows(keep, *tokens.shape))(logits, made)
         made_of = score(made)
         _check_score(made_of)
         found = torch.autograd.grad(made_of, [*leaves.values(), *roots], allow_unused=True)
@@ -122,7 +125,7 @@ def _differentiable(model: HookedModel, show: Callable[[Site, Tensor], None]) ->
         value = _leaf(value)
         if value.is_leaf and value.requires_grad:
             roots.append(value)
-        value = _leaf(model.pass_through(site, value))  # a hook's own tensor starts anew
+        value = _leaf(model.pass_in(0, site, value))  # a hook's own tensor starts anew
         show(site, value)
         return value
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from hooks.generate import Generation, When, generate
 from hooks.gradients import Score, run_with_gradients
 from hooks.keep import Keep, Keeper, Reduce
 from hooks.lens import LensCache, LensConfig, activation_cache, lens_config
-from hooks.point import Clock, Hook, Point, reciprocal
+from hooks.point import Clock, Hook, Point, Together, reciprocal
 from hooks.run import Run, run, run_block
 from hooks.sources import Source
 from hooks.where import Index, Rows, Spans
@@ -91,6 +92,8 @@ class HookedModel(HookedRootModule):
         self.sites: Sites = self.decoder.sites
         self.blocks = nn.ModuleList(Block() for _ in range(self.decoder.blocks))
         self.clock = Clock()
+        self._open: set[object] = set()
+        """One for each `hooks()` whose block lasts."""
         self._points: dict[Site, Point] = {}
         for site in self.sites:
             point = Point(site, self.sites.node(site), self.clock)
@@ -135,8 +138,10 @@ class HookedModel(HookedRootModule):
         the same weights.
 
         Only ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV`` are copied, and router weight and correction bias where they are
-        not fp32 (a cast of the whole model has rounded them; here they are cast back). Its logits are those of
-        attention ``eager`` and experts ``grouped_mm``, whatever the model itself runs. Gradients do not reach the
+        not fp32 (a cast of the whole model has rounded them; here they are cast back). A change of the model's other
+        tensors in place acts here at once; after one of what was copied the next run is refused: wrap the model anew.
+        Writes through ``.data``, as ``model.to`` makes them, are not seen: see `probe.from_state`. Its logits are those
+        of attention ``eager`` and experts ``grouped_mm``, whatever the model itself runs. Gradients do not reach the
         model's parameters, and hooks on its modules are not called.
 
         Args:
@@ -419,10 +424,10 @@ class HookedModel(HookedRootModule):
         keeper: Keeper | None = None,
     ) -> Tensor:
         """The logits; all else passes through the hooks, and is shown to the keeper."""
-        logits, watched = Site(None, "logits"), self.watched()
+        logits, watched = Site(None, "logits"), self.acting()
 
         def tap(site: Site, value: Tensor) -> Tensor:
-            value = self.pass_through(site, value) if watched else value
+            value = self.pass_in(0, site, value) if watched else value
             if keeper is not None:
                 keeper.see(site, value, made=not watched and site != logits)  # the logits are the caller's
             return value
@@ -455,10 +460,36 @@ class HookedModel(HookedRootModule):
         """The sites that have a hook now."""
         return {site for site, point in self._points.items() if point.active}
 
+    def acting(self) -> set[Site]:
+        """The sites whose hooks act in a run that this thread begins.
+
+        Raises:
+            BadEdit: another thread has hooks on.
+        """
+        acting = {site: point for site, point in self._points.items() if point.active}
+        for point in acting.values():
+            point.check_thread()
+        return set(acting)
+
     def pass_through(self, site: Site, value: Tensor) -> Tensor:
-        """A value through its hook point, if that has hooks."""
+        """A value through its hook point, if that has hooks.
+
+        Raises:
+            BadEdit: another thread has put one on meanwhile.
+        """
         point = self._points[site]
-        return point(value) if point.active else value
+        if not point.active:
+            return value
+        point.check_thread()
+        return cast(Tensor, point(value))
+
+    def pass_in(self, step: int, site: Site, value: Tensor) -> Tensor:
+        """The same in a step of decoding; see `hooks.point.Clock`."""
+        outer, self.clock.step = self.clock.step, step
+        try:
+            return self.pass_through(site, value)
+        finally:
+            self.clock.step = outer  # of the run whose hook has made this one
 
     def add_hook(  # type: ignore[override]
         self, name: Any, hook: Hook, dir: Literal["fwd", "bwd"] = "fwd", **kwargs: Any
@@ -467,9 +498,66 @@ class HookedModel(HookedRootModule):
 
         Raises:
             UnknownTensor: nothing is named.
+            BadEdit: a backward hook where no gradient arrives. Then no hook has been added.
         """
-        for point, made in self._named(name, hook, dir):
-            point.add_hook(made, dir=dir, **kwargs)
+        added = Together()
+        try:
+            added.put_on(self._named(name, hook, dir), dir, **kwargs)
+        except BaseException:
+            added.take_off()
+            raise
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Sequence[tuple[Any, Hook]] = (),
+        bwd_hooks: Sequence[tuple[Any, Hook]] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[HookedModel]:
+        """Hooks for as long as the block lasts; others, that were on before or come in it, stay.
+
+        Args:
+            fwd_hooks, bwd_hooks: (name, hook), names as `add_hook` takes them.
+            reset_hooks_end: whether they are taken off in the end.
+            clear_contexts: whether all points' ``ctx`` are then emptied too.
+
+        Raises:
+            UnknownTensor, BadEdit: as `add_hook`.
+        """
+        added, this = Together(), object()
+
+        def end() -> None:
+            if reset_hooks_end or added.last is None:
+                added.take_off()
+            if reset_hooks_end and clear_contexts:
+                self.clear_contexts()
+            self.is_caching = self.is_caching and not reset_hooks_end
+            self._open.discard(this)
+            self.context_level = len(self._open)
+
+        try:
+            try:
+                self._open.add(this)
+                self.context_level = level = len(self._open)
+                for name, hook in fwd_hooks:
+                    added.put_on(self._named(name, hook, "fwd"), "fwd", level=level)
+                for name, hook in bwd_hooks:
+                    added.put_on(self._named(name, hook, "bwd"), "bwd", level=level)
+                added.complete()
+                yield self
+            finally:
+                end()
+        finally:
+            end()  # once more, as Ctrl-C may have ended the first
+
+    def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
+        """TransformerLens' own; a Ctrl-C meanwhile arrives when it is done."""
+        try:
+            super().reset_hooks(*args, **kwargs)
+        except KeyboardInterrupt:
+            super().reset_hooks(*args, **kwargs)
+            raise
 
     def add_caching_hooks(self, names_filter: Names = None, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """TransformerLens' own, with names in any spelling; keys are the hooks' names.
@@ -477,7 +565,13 @@ class HookedModel(HookedRootModule):
         Raises:
             UnknownTensor: nothing is named.
         """
-        return super().add_caching_hooks(self._hook_names(names_filter), *args, **kwargs)
+        names, added = self._hook_names(names_filter), Together()
+        added.points += [self._points[self.sites.find(name)] for name in names]
+        try:
+            return super().add_caching_hooks(names, *args, **kwargs)
+        except BaseException:
+            added.take_off()
+            raise
 
     def get_caching_hooks(self, names_filter: Names = None, *args: Any, **kwargs: Any) -> Any:
         """TransformerLens' own, with names in any spelling; keys are the hooks' names.
@@ -489,11 +583,6 @@ class HookedModel(HookedRootModule):
 
     def _hook_names(self, names: Names) -> list[str]:
         return [site.hook for site in select(self.sites, names)]
-
-    def _enable_hook(self, name: Any, hook: Hook, dir: Literal["fwd", "bwd"]) -> None:
-        """How `hooks()` and `run_with_hooks` of TransformerLens add theirs."""
-        for point, made in self._named(name, hook, dir):
-            point.add_hook(made, dir=dir, level=self.context_level)
 
     def _named(self, name: Any, hook: Hook, dir: str) -> list[tuple[Point, Hook]]:
         if dir not in ("fwd", "bwd"):

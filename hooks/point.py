@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from threading import Thread, current_thread, local
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from probe.card import Leaf, Step, plain
@@ -29,10 +32,35 @@ _TORCHS_OWN = (
 """Where a module keeps hooks that were put on it by torch's own ``register_forward_hook``."""
 
 
-class Clock:
-    """Which step of decoding the model is in: 0 the prompt (and any plain run), 1 the first new token read, …"""
+class Clock(local):
+    """Which step of decoding a thread's run is in: 0 the prompt (and any plain run), 1 the first new token read, …"""
 
     step = 0
+
+    def __reduce__(self) -> tuple[type[Clock], tuple[()]]:
+        """Copied and pickled as one that nobody has looked at."""
+        return Clock, ()
+
+
+class Owned:
+    """A hook as torch keeps it, with the thread that put it on."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook, self.thread = hook, current_thread()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the hook itself returns."""
+        return self.hook(*args, **kwargs)
+
+
+def _owned(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+    """One of torch's ways to put a hook on a module: the hook is owned before it is on."""
+
+    @wraps(register)
+    def through(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> RemovableHandle:
+        return register(self, Owned(hook), *args, **kwargs)
+
+    return through
 
 
 class Point(HookPoint):
@@ -48,6 +76,12 @@ class Point(HookPoint):
     def step(self) -> int:
         """The step of decoding that the hook is called in; see `Clock`."""
         return self.clock.step
+
+    register_forward_hook = _owned(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _owned(nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _owned(nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _owned(nn.Module.register_full_backward_pre_hook)
+    register_backward_hook = _owned(nn.Module.register_backward_hook)
 
     def add_hook(self, hook: Hook, dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any) -> Any:
         """Add a hook, as TransformerLens does, but guarded.
@@ -88,7 +122,43 @@ class Point(HookPoint):
     @property
     def active(self) -> bool:
         """Whether it has hooks, torch's own (``register_forward_hook``) among them."""
-        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
+        return any(self._by_id())
+
+    def _by_id(self) -> tuple[dict[int, Owned], ...]:
+        """Where torch keeps them, by the number that each gets, which only grows."""
+        kinds = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        return cast(tuple[dict[int, Owned], ...], kinds)
+
+    def check_thread(self) -> None:
+        """Refuse to call hooks that another thread has put on: whose run they are for, nobody knows.
+
+        Raises:
+            BadEdit: there are such; the message names the thread and what to do.
+        """
+        for owned in [owned for kind in self._by_id() for owned in list(kind.values())]:
+            if owned.thread is not current_thread():
+                raise BadEdit(
+                    f"{self.site} has a hook of another thread on ({owned.thread.name}), which would act in this run."
+                    " Give each thread a model of its own on the same weights, HookedModel(model.decoder.weights,"
+                    " model.tokenizer, model.decoder.numerics); or put hooks on in the thread that runs;"
+                    " model.reset_hooks() takes off all."
+                )
+
+    def take_off(self, ids: range, thread: Thread) -> None:
+        """Remove this thread's hooks of these numbers, however far they have been put on."""
+        for kind in self._by_id():
+            for id in [i for i, owned in list(kind.items()) if i in ids and owned.thread is thread]:
+                kind.pop(id, None)
+        for handles in (self.fwd_hooks, self.bwd_hooks):
+            for handle in [handle for handle in handles if handle.hook.id in ids and not self._is_on(handle.hook.id)]:
+                handles.remove(handle)
+
+    def _is_on(self, id: int) -> bool:
+        return any(id in kind for kind in self._by_id())
+
+    def clear_context(self) -> None:
+        """TransformerLens' own, which between its two steps has none."""
+        self.ctx = {}
 
     def _guarded(self, hook: Hook) -> Hook:
         def guarded(value: Tensor, hook: Any, user: Hook = hook) -> Tensor | None:
@@ -125,6 +195,35 @@ class Point(HookPoint):
             raise ShapeMismatch(
                 f"{what} should be {value.dtype} on {value.device}; the hook returned {made.dtype} on {made.device}."
             )
+
+
+class Together:
+    """Hooks that a thread puts on in one go, and takes off together.
+
+    Torch numbers hooks in the order in which they come, whatever they are on. So these are known from the moment they
+    are on, and Ctrl-C can't come before anybody has noted them.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.thread, self.first = current_thread(), RemovableHandle.next_id
+        self.last: int | None = None
+
+    def put_on(self, wanted: Iterable[tuple[Point, Hook]], dir: Literal["fwd", "bwd"], **kwargs: Any) -> None:
+        """Add hooks, as `Point.add_hook` does."""
+        for point, hook in wanted:
+            self.points.append(point)
+            point.add_hook(hook, dir=dir, **kwargs)
+
+    def complete(self) -> None:
+        """All are on: what the thread puts on from now on is not of these."""
+        self.last = RemovableHandle.next_id
+
+    def take_off(self) -> None:
+        """Remove them, as far as they are on; where that was interrupted, do it again."""
+        ids = range(self.first, RemovableHandle.next_id if self.last is None else self.last)
+        for point in self.points:
+            point.take_off(ids, self.thread)
 
 
 def say_if_lost(f: Any, copied: Tensor, where: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hooks.apply import ROUTER, At, EditedWeights, acted, check_overlap, short_of_experts, too_few
 from hooks.cache import Cache
+from hooks.finite import noticing
 from hooks.keep import Keeper
 from probe.decoder import Decoder
 from probe.engine import Fork
@@ -25,12 +26,21 @@ class Recorder:
     Args:
         fresh: whether the run makes all its values itself. If no hook sees them either, they are kept as they are; an
             edit makes a new one.
+        step: of decoding; see `hooks.point.Clock`.
+
+    Raises:
+        BadEdit: another thread has hooks on.
     """
 
     def __init__(
-        self, model: HookedModel, applied: Sequence[At], keeper: Keeper | None = None, fresh: bool = False
+        self,
+        model: HookedModel,
+        applied: Sequence[At],
+        keeper: Keeper | None = None,
+        fresh: bool = False,
+        step: int = 0,
     ) -> None:
-        self.model, self.keeper = model, keeper
+        self.model, self.keeper, self.step = model, keeper, step
         on_weights = [at for at in applied if at.is_weight]
         weights = model.decoder.weights
         self.decoder = (
@@ -49,10 +59,12 @@ class Recorder:
             self.by_site.setdefault(at.site, []).append(at)
         self.slots = {Site(at.site.block, name) for at in applied if at.by_slot for name in ("experts", "choice_score")}
         readers = {Site(at.site.block, name) for at in applied for name in at.into}
-        self.watched = model.watched()
+        self.watched = model.acting()
         self.routers = {Site(at.site.block, "choice_score") for at in applied if at.site.tensor in ROUTER}
         self.edited = {*self.by_site, *self.watched, *self.slots, *readers, *self.routers}
         self.made = fresh and not self.watched
+        tokens = keeper.cache.tokens if keeper else None
+        self.notice = noticing(model, tokens, rows, [at.edit for at in applied])
 
     def __call__(self, site: Site, value: Tensor) -> Tensor | Fork:
         """The value as those below shall see it."""
@@ -64,7 +76,7 @@ class Recorder:
             self.natural.keep(site, value)
             check_overlap(edits, value, self.seen.get(site.block, {}))
         value, by_reader, last = acted(value, edits, self.seen.get(site.block, {}))
-        shown = self.model.pass_through(site, last)
+        shown = self.model.pass_in(self.step, site, last)
         if site in self.routers and bool(short_of_experts(shown, self.model.dims).any()):
             router = [at for name in ROUTER for at in self.by_site.get(Site(site.block, name), ())]
             raise too_few(router, self.model.dims)
@@ -75,7 +87,14 @@ class Recorder:
             return shown
         return Fork(value, {reader: shown if own is last else own for reader, own in by_reader.items()}, shown)
 
+    def show(self, site: Site, queries: slice, value: Tensor) -> None:
+        """A chunk of queries of scores or patterns, that are never made whole."""
+        self.notice(site, value)
+        if self.keeper is not None:
+            self.keeper.see_chunk(site, queries, value)
+
     def _keep(self, site: Site, value: Tensor) -> None:
+        self.notice(site, value)
         if self.keeper is not None:
             self.keeper.see(site, value, self.made)
             if self._on_spine(site) and site not in self.cache:

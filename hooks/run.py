@@ -194,7 +194,7 @@ def run_block(
     if base is not None and not (site in base.cache and torch.equal(x_n, base.cache[site])):
         raise BadEdit(f"the base was run on another {site}.")
     sites = Sites(model.dims, only=block)
-    elsewhere = model.watched() - set(sites)
+    elsewhere = model.acting() - set(sites)
     if lost := [str(hooked) for hooked in model.sites if hooked in elsewhere]:
         raise BadEdit(f"block {block} runs alone, so the hooks on {', '.join(lost)} would never fire; take them off.")
     start = _Start(sites, rows, None, {site: x_n})
@@ -232,7 +232,7 @@ def _carry_out(model: HookedModel, start: _Start, how: Keep, edits: Sequence[Edi
             tap=recorder,
             watched=keeper.watched,
             chunks=keeper.chunks,
-            show=keeper.see_chunk,
+            show=recorder.show,
         )
     agreement, flips = _routing(model, recorder, base, rows)
     return Run(

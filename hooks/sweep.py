@@ -62,7 +62,7 @@ def sweep(
         BadEdit, UnknownTensor, UnknownDim, OutOfRange: an edit that cannot mean what it says, before anything runs; or
             hooks on the model, which a sweep would pass by.
     """
-    if hooked := sorted(map(str, model.watched())):
+    if hooked := sorted(map(str, model.acting())):
         raise BadEdit(f"hooks are on ({', '.join(hooked)}), and a sweep would pass them by; make them edits.")
     with _lent(model.sites, (base, *sources)), torch.no_grad():
         walk = Walk(Staged(model, base, sources, cells, want, whole, read, first, budget), look, tick)
@@ -73,13 +73,20 @@ def sweep(
 @contextmanager
 def _lent(sites: Sites, lives: Sequence[Live]) -> Iterator[None]:
     """What runs along knows the model's sites for as long as a sweep lasts, and holds nothing after it."""
-    for live in lives:
-        live.cache.sites = sites
-    try:
-        yield
-    finally:
+
+    def forget() -> None:
         for live in lives:
             live.cache.forget()
+
+    try:
+        try:
+            for live in lives:
+                live.cache.sites = sites
+            yield
+        finally:
+            forget()
+    finally:
+        forget()  # once more, as Ctrl-C may have ended the first
 
 
 class Outlook(NamedTuple):

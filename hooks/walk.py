@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hooks.apply import At
 from hooks.attend import Packed, attend_rows, attend_worlds
-from hooks.cells import Live, Look, Outcome, Read
+from hooks.cells import Cell, Live, Look, Outcome, Read
 from hooks.edits import SCORES, Freeze
+from hooks.finite import noticing
 from hooks.flips import Flips
 from hooks.heap import give_back, resident
 from hooks.layout import Layout
@@ -44,6 +45,7 @@ class Walk:
         self.weights, self.numerics = asked.model.decoder.weights, asked.model.decoder.numerics
         self.most = resident() + asked.forecast.bytes
         self.flips = Flips(self.sites, self.base, asked.ats)
+        self.noticing: dict[int, Callable[[Site, Tensor], None]] = {}
 
     def go(self) -> None:
         """Part by part, to the last one that somebody looks at."""
@@ -85,6 +87,8 @@ class Walk:
             if stream.unmatched:
                 raise Unmatched(stream.unmatched[0])
             self._leave(stream)
+            for (name, _), passed in stream.values.items():  # a source may be looked at nowhere else
+                self._notice(self.asked.lives[self.asked.roots.index(stream)], Site(block, name), passed.value)
 
     def _needs(self, part: int) -> None:
         """Where only what is read matters: in the head; in the last block past keys and values."""
@@ -407,18 +411,29 @@ class Walk:
             if read is None:
                 continue
             if site in self.asked.whole | (set().union(*self.asked.wholes) if live is self.asked.lives[0] else set()):
-                self.look(live, site, stream.grid(site.tensor, 0, stream.shown_to(site, 0)))
+                self._look(live, site, stream.grid(site.tensor, 0, stream.shown_to(site, 0)))
             elif site in self.asked.want:
-                self.look(live, site, self._at_reads(stream, site, 0, read))
+                self._look(live, site, self._at_reads(stream, site, 0, read))
+
+    def _look(self, who: Cell | Live, site: Site, value: Tensor) -> None:
+        self._notice(who, site, value)
+        self.look(who, site, value)
+
+    def _notice(self, who: Cell | Live, site: Site, value: Tensor) -> None:
+        """See `hooks.finite.noticing`."""
+        if id(who) not in self.noticing:
+            tokens, rows = (who.tokens, who.rows) if isinstance(who, Live) else (None, None)
+            self.noticing[id(who)] = noticing(self.asked.model, tokens, rows, who.edits)
+        self.noticing[id(who)](site, value)
 
     def _show_cell(self, site: Site, chunk: Stream, cell: int, i: int) -> None:
         """A cell of a batch, the i-th of all."""
         if cell in chunk.unmatched:
             return
         if site in self.asked.whole or site in self.asked.wholes[i]:
-            self.look(self.asked.cells[i], site, chunk.grid(site.tensor, cell, chunk.shown_to(site, cell)))
+            self._look(self.asked.cells[i], site, chunk.grid(site.tensor, cell, chunk.shown_to(site, cell)))
         elif site in self.asked.want:
-            self.look(self.asked.cells[i], site, self._at_reads(chunk, site, cell, self.asked.reads[i]))
+            self._look(self.asked.cells[i], site, self._at_reads(chunk, site, cell, self.asked.reads[i]))
 
     def _at_reads(self, stream: Stream, site: Site, cell: int, read: Read) -> Tensor:
         """[B R ·]: a cell's value at the positions read, shorter rows padded with their last."""

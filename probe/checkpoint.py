@@ -22,6 +22,7 @@ from probe.headers import expanded, read_tensor, same_bytes, told
 from probe.leaves import LEAVES
 from probe.memory import Keeping, table
 from probe.names import SOURCES, shown, stored_names
+from probe.numerics import finite
 from probe.quantised import dequantise_fp8, dequantise_int4
 from probe.weights import InMemory, Origin, digest, place_of, weight_sites
 
@@ -66,6 +67,8 @@ class Checkpoint:
         self._held: dict[str, Tensor] | None = None
         opened = {stored.file: stored.opened for stored in self.survey.stored.values()}
         self.origin = Origin({self.directory.absolute() / file: one.stamp for file, one in opened.items()}, None)
+        self._sound: set[str] = set()
+        """The matrices and vectors that have been read and found finite."""
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         """A copy, pickled or not, reads the files anew."""
@@ -93,7 +96,8 @@ class Checkpoint:
         """One weight of one block as the card shows it, [in out]; of a routed one only these experts' rows.
 
         Raises:
-            BadCheckpoint: a file has changed since it was opened; a scale or an FP8 weight is NaN or infinite.
+            BadCheckpoint: a file has changed since it was opened; a weight or a scale is NaN or infinite, which the
+                first reading tells.
             Missing, OutOfRange: the model has no such weight or expert.
         """
         if name == "W_U" and self.dims.tied:
@@ -116,15 +120,20 @@ class Checkpoint:
         """A stored matrix or vector, [out in], expanded; written into ``out`` if there is one."""
         form, shape, parts = self.survey.kept[name]
         values, *rest = map(self._part, parts)
-        if form == "plain":
-            return values.to(dtype) if out is None else out.copy_(values)
         with asking(f"{self.directory / self.survey.stored[parts[0]].file}: {told(parts[0])}"):
-            if form == "fp8":
-                return dequantise_fp8(values, rest[0], dtype, out=out)
-            scale, stated = rest
-            if tuple(stated.tolist()) != shape:
-                raise BadCheckpoint(f"it says that it is {stated.tolist()}, and is packed as {list(shape)}.")
-            return dequantise_int4(values, scale, (shape[0], shape[1]), dtype, out=out)
+            if form == "plain":
+                made = values.to(dtype) if out is None else out.copy_(values)
+            elif form == "fp8":
+                made = dequantise_fp8(values, rest[0], dtype, out=out)
+            else:
+                scale, stated = rest
+                if tuple(stated.tolist()) != shape:
+                    raise BadCheckpoint(f"it says that it is {stated.tolist()}, and is packed as {list(shape)}.")
+                made = dequantise_int4(values, scale, (shape[0], shape[1]), dtype, out=out)
+            if name not in self._sound:
+                _check_finite(made)
+                self._sound.add(name)
+        return made
 
     def _part(self, part: str) -> Tensor:
         """A stored tensor, as it is."""
@@ -157,6 +166,18 @@ def _reopened(
     if changed := sorted(path for path in {**was, **now} if was.get(path) != now.get(path)):
         raise BadCheckpoint(f"{changed[0]}: it has changed since the model that this is a copy of was opened.")
     return made.hold() if held else made
+
+
+def _check_finite(weight: Tensor) -> None:
+    """Refuse a weight as it was read, [out in], that a run could only multiply to NaN."""
+    if finite(weight):
+        return
+    at = (~weight.isfinite()).nonzero()[0].tolist()
+    where = f"row {at[0]}, column {at[1]}" if len(at) == 2 else f"place {at[0]}"
+    what = "NaN" if bool(weight[tuple(at)].isnan()) else "infinite"
+    if what == "infinite" and weight.dtype == torch.float16:
+        raise BadCheckpoint(f"the weight at {where} is infinite in float16, which ends at 65,504; take another dtype.")
+    raise BadCheckpoint(f"the weight at {where} is {what}. Fetch the file anew.")
 
 
 def _notes(found: Survey) -> tuple[str, ...]:

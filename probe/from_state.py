@@ -13,7 +13,7 @@ from probe.errors import BadCheckpoint
 from probe.forms import CHOOSING, SIGHT, told_apart
 from probe.leaves import FP32
 from probe.names import INDEXER, shown, stored_name, stored_shapes
-from probe.weights import InMemory, weight_sites
+from probe.weights import Copied, InMemory, weight_sites
 
 _FUSED = {"W_1_e": "gate_up_proj", "W_3_e": "gate_up_proj", "W_2_e": "down_proj"}
 """Transformers keeps the experts of a block in two tensors: gate above up, [e, 2m, d], and down, [e, d, m]."""
@@ -26,7 +26,9 @@ def from_state(state: Mapping[str, Tensor], dims: Dims) -> InMemory:
 
     They are views of what it holds, the fused experts among them, so a change there is a change here. Copied are only
     ``W_UQ``, ``W_QR``, ``W_UK`` and ``W_UV``, whose rows alternate by head, and router weight and correction bias
-    where a cast of the whole model has rounded them: they are fp32 here, always.
+    where a cast of the whole model has rounded them: they are fp32 here, always. After a change of what was copied they
+    are refused where they are read. Torch counts writes, by which it is seen; those through ``.data`` (``model.to``
+    among them) and into inference tensors it doesn't count, nor does a tensor tell that another took its place.
 
     Raises:
         BadCheckpoint: a tensor is missing, unknown, quantised, not loaded (on the meta device) or of another shape
@@ -34,7 +36,13 @@ def from_state(state: Mapping[str, Tensor], dims: Dims) -> InMemory:
     """
     state, notes = _read(state, dims)
     _check(state, dims)
-    return InMemory(dims, {(b, leaf.name): _weight(state, b, leaf.name, dims) for b, leaf in weight_sites(dims)}, notes)
+    tensors, copied = {}, {}
+    for block, leaf in weight_sites(dims):
+        name, at = _name(block, leaf.name, dims), (block, leaf.name)
+        tensors[at] = _weight(state[name], leaf.name, dims)
+        if tensors[at].untyped_storage().data_ptr() != state[name].untyped_storage().data_ptr():
+            copied[at] = Copied.of(name, state[name])
+    return InMemory(dims, tensors, notes, copied=copied)
 
 
 def _read(state: Mapping[str, Tensor], dims: Dims) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -52,8 +60,7 @@ def _read(state: Mapping[str, Tensor], dims: Dims) -> tuple[dict[str, Tensor], t
     return read, tuple(told_apart(left_out))
 
 
-def _weight(state: Mapping[str, Tensor], block: int | None, name: str, dims: Dims) -> Tensor:
-    stored = state[_name(block, name, dims)]
+def _weight(stored: Tensor, name: str, dims: Dims) -> Tensor:
     if name in _FUSED:
         half = {"W_1_e": stored[:, : dims.m], "W_3_e": stored[:, dims.m :]}.get(name, stored)
         return half.transpose(1, 2)

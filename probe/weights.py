@@ -87,6 +87,45 @@ _SLICE = 2**22
 """Numbers of a tensor that are hashed at a time."""
 
 
+def writes_into(tensor: Tensor) -> int:
+    """How often somebody has written into a tensor, as torch counts; of inference tensors it doesn't."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Copied(NamedTuple):
+    """What a weight was copied from.
+
+    Attributes:
+        name: its name in the model that holds it.
+        counter: shares its count of writes, and none of its numbers.
+        before: that count when the copy was made.
+    """
+
+    name: str
+    counter: Tensor
+    before: int
+
+    @classmethod
+    def of(cls, name: str, original: Tensor) -> Copied:
+        """To be noted when the copy is made."""
+        counter = original.detach()
+        if not original.is_inference():
+            counter.data = counter.new_empty(0)  # so that the numbers go when the model goes
+        return cls(name, counter, writes_into(counter))
+
+    def check(self, name: str) -> None:
+        """Refuse a copy of what has changed: the weights that are shared have changed with it, and this one hasn't.
+
+        Raises:
+            BadCheckpoint: somebody has written into the original since.
+        """
+        if writes_into(self.counter) != self.before:
+            raise BadCheckpoint(
+                f"the model's {self.name} has been written into since {name} was copied from it, so this model is of"
+                " two minds: wrap it anew, HookedModel.from_hf(model)."
+            )
+
+
 class InMemory:
     """Weights that are all in memory, as the card shows them ([in out], views of what is stored where that can be).
 
@@ -95,6 +134,7 @@ class InMemory:
         tensors: (block, name) → tensor; block None for the model around the blocks.
         notes: what a reader of this model's numbers must know.
         origin: the files that they were read from.
+        copied: what those were copied from that are no views of somebody's tensors, as the others are.
 
     Raises:
         BadCheckpoint: a weight is missing, unknown, or of another shape than ``dims`` say.
@@ -108,9 +148,10 @@ class InMemory:
         tensors: Mapping[tuple[int | None, str], Tensor],
         notes: tuple[str, ...] = (),
         origin: Origin | None = None,
+        copied: Mapping[tuple[int | None, str], Copied] | None = None,
     ) -> None:
         self.dims, self.notes, self.origin = dims, notes, origin
-        self.tensors = dict(tensors)
+        self.tensors, self.copied = dict(tensors), dict(copied or {})
         expected = {(block, leaf.name): weight_shape(leaf, dims) for block, leaf in weight_sites(dims)}
         for key, shape in expected.items():
             if key not in self.tensors:
@@ -125,31 +166,48 @@ class InMemory:
             self.tensors[None, "W_U"] = self.tensors[None, "W_E"].T
 
     def read(self, block: int | None, name: str, experts: Sequence[int] | None = None) -> Tensor:
-        """One weight of one block; ``experts`` selects rows of its e axis."""
+        """One weight of one block; ``experts`` selects rows of its e axis.
+
+        Raises:
+            Missing: the model has no such weight.
+            BadCheckpoint: it was copied, and what it was copied from has been written into since.
+        """
         tensor = self.tensors.get((block, name))
         if tensor is None:
             raise Missing(f"{place_of(block, name)} is no weight of this model.")
+        if (block, name) in self.copied:
+            self.copied[block, name].check(name)
         return tensor if experts is None else tensor[list(experts)]
 
     @property
     def version(self) -> int:
-        """Grows whenever somebody writes into a weight."""
-        return sum(0 if tensor.is_inference() else tensor._version for tensor in self.tensors.values())
+        """Grows whenever somebody writes into a weight, or into what it was copied from."""
+        written = [*self.tensors.values(), *(original.counter for original in self.copied.values())]
+        return sum(map(writes_into, written))
 
     def digest(self) -> str:
         """See `digest_of`."""
         return digest_of(self)
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> InMemory:
-        """The same weights, cast or moved. Router weight and correction bias stay fp32 under every cast."""
-        return InMemory(
-            self.dims,
-            {k: t.to(device=device, dtype=torch.float32 if k[1] in FP32 else dtype) for k, t in self._own().items()},
-            self.notes,
-        )
+        """The same weights, cast or moved. Router weight and correction bias stay fp32 under every cast. Where nothing
+        changes they are shared, else every one is a copy: none is half of each.
+
+        Raises:
+            BadCheckpoint: as `read`.
+        """
+        own = self._own()
+        dtypes = {key: torch.float32 if key[1] in FP32 else dtype or tensor.dtype for key, tensor in own.items()}
+        place = None if device is None else torch.device(device)
+        if all(t.dtype == dtypes[key] and place in (None, t.device) for key, t in own.items()):
+            return InMemory(self.dims, own, self.notes, self.origin, self.copied)
+        made = {key: t.to(device=device, dtype=dtypes[key], copy=True) for key, t in own.items()}
+        return InMemory(self.dims, made, self.notes)
 
     def _own(self) -> dict[tuple[int | None, str], Tensor]:
         """All but a tied head, which is the embedding."""
+        for (_, name), original in self.copied.items():
+            original.check(name)
         return {key: t for key, t in self.tensors.items() if not (self.dims.tied and key == (None, "W_U"))}
 
     def __reduce__(self) -> tuple[type[InMemory], tuple[object, ...]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hooks import HookedModel
+from hooks import HookedModel, zero
 from probe import TINY, Dims, Tokenizer
-from probe.errors import BadCheckpoint, BadConfig, BadText
+from probe.errors import BadCheckpoint, BadConfig, BadEdit, BadText
 from tests.hooks.small import close
 from tests.oracle import Oracle, config, draw, indexed, padding, sarvam, seeing
 
@@ -89,6 +91,95 @@ def test_a_change_of_the_model_is_a_change_here() -> None:
     state["model.layers.2.self_attn.kv_a_proj_with_mqa.weight"].mul_(2)
     assert not torch.allclose(ours(tokens), before)
     close(ours(tokens), run(oracle.model, tokens))
+
+
+def halved(model: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        model.state_dict(keep_vars=True)[name].mul_(0.5)
+
+
+def loaded(model: nn.Module, name: str) -> None:
+    model.load_state_dict({name: model.state_dict()[name].clone() * 0.5}, strict=False)
+
+
+def trained(model: nn.Module, name: str) -> None:
+    tensor = model.state_dict(keep_vars=True)[name]
+    if isinstance(tensor, nn.Parameter):
+        tensor.grad = tensor.detach() / 2
+        torch.optim.SGD([tensor], lr=1.0).step()
+    else:
+        halved(model, name)  # a buffer, which no optimiser changes
+
+
+def part(model: nn.Module, name: str) -> None:
+    model.state_dict()[name].view(-1)[:3].zero_()  # a view of what is copied
+
+
+WAYS = [("groups", way) for way in (halved, loaded, trained, part)]
+WAYS += [(name, halved) for name in ("no query latent", "tied", "one head", "cast")]
+
+
+@pytest.mark.parametrize(("name", "write"), WAYS)
+def test_a_change_of_any_tensor_acts_at_once_or_is_refused(name: str, write: Callable[[nn.Module, str], None]) -> None:
+    """Every tensor of the transformers model, each changed in place after it was wrapped; the oracle is that model."""
+    oracle = Oracle(CONFIGS["groups" if name == "cast" else name], seed=4)
+    if name == "cast":
+        oracle.model.to(torch.bfloat16)
+    tokens, state = torch.arange(8).view(2, 4), copy.deepcopy(oracle.model.state_dict())
+    refused = set()
+    for tensor in state:
+        ours = HookedModel.from_hf(oracle.model)
+        base = ours.run(tokens)
+        write(oracle.model, tensor)
+        assert not torch.equal(oracle.model.state_dict()[tensor], state[tensor])
+        try:
+            close(ours(tokens), run(oracle.model, tokens), 0.02 if name == "cast" else 1e-5)
+        except BadCheckpoint as fact:
+            assert f"{tensor} has been written into since" in str(fact)  # noqa: PT017
+            assert "HookedModel.from_hf(model)" in str(fact)  # noqa: PT017
+            refused.add(tensor.split(".", 3)[-1])
+        with pytest.raises((BadCheckpoint, BadEdit), match="written into since"):
+            ours.run(tokens, edits=[zero("delta_ffn", 2)], base=base)
+        oracle.model.load_state_dict(state)
+    by_head = {"self_attn.q_proj.weight" if name == "no query latent" else "self_attn.q_b_proj.weight"}
+    by_head |= {"self_attn.kv_b_proj.weight"}
+    rounded = {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"} if name == "cast" else set()
+    assert refused == (set() if name == "one head" else by_head) | rounded, "one head's rows lie together: a view"
+
+
+def test_only_what_reads_the_stale_copy_is_refused_and_wrapping_anew_helps() -> None:
+    oracle = Oracle(CONFIGS["k2"])
+    tokens, _ = draw(oracle, 2, 5)
+    ours = HookedModel.from_hf(oracle.model)
+    halved(oracle.model, "model.layers.2.self_attn.kv_b_proj.weight")
+    assert ours.run(tokens, want="blocks.1.x_next")["x_next", 1].isfinite().all()
+    with pytest.raises(BadCheckpoint, match=r"layers\.2\.self_attn\.kv_b_proj\.weight.*since W_UK was copied"):
+        ours(tokens)
+    close(HookedModel.from_hf(oracle.model)(tokens), run(oracle.model, tokens))
+
+
+def test_the_stale_are_neither_cast_nor_copied_and_a_cast_shares_nothing() -> None:
+    oracle = Oracle(CONFIGS["k2"])
+    weights = HookedModel.from_hf(oracle.model).decoder.weights
+    same, cast = weights.to(torch.float32), weights.to(torch.float64)
+    halved(oracle.model, "model.layers.1.mlp.gate.weight")
+    assert torch.equal(same.read(1, "W_g"), weights.read(1, "W_g")), "nothing had changed, so all is shared"
+    assert torch.equal(cast.read(1, "W_g"), 2 * weights.read(1, "W_g")), "or nothing is"
+    halved(oracle.model, "model.layers.0.self_attn.q_b_proj.weight")
+    for attempt in (lambda: weights.to(torch.float64), lambda: copy.deepcopy(weights), lambda: same.read(0, "W_UQ")):
+        with pytest.raises(BadCheckpoint, match=r"q_b_proj\.weight has been written into"):
+            attempt()
+    assert cast.read(0, "W_UQ").isfinite().all()
+
+
+def test_what_was_copied_goes_when_the_model_goes() -> None:
+    oracle = Oracle(CONFIGS["k2"])
+    storage = weakref.ref(oracle.model.model.layers[0].self_attn.q_b_proj.weight.untyped_storage())
+    ours = HookedModel.from_hf(oracle.model)
+    del oracle
+    gc.collect()
+    assert storage() is None
+    assert ours(torch.arange(4)[None]).isfinite().all()
 
 
 def test_nothing_asks_for_a_graph_and_the_models_hooks_stay_its_own() -> None:

@@ -528,9 +528,6 @@ def left_on(t: Twins) -> None:
     t.run()
     t.model.run_with_hooks(t.given, fwd_hooks=[(b, t.hook("stays too"))], reset_hooks_end=False)
     t.run()
-    with t.model.hooks(fwd_hooks=[(b, t.hook("goes"))]):
-        t.run()  # level 1 again: those that stayed have it too
-    t.run()
     t.model.reset_hooks()
     t.run()
 
@@ -600,6 +597,18 @@ def test_hooks_come_and_go_as_in_transformer_lens(script: Callable[[Twins], None
     assert ours.log == theirs.log
     assert any(isinstance(entry, tuple) for entry in ours.log)
     assert not trainable.watched()
+
+
+def test_a_context_takes_off_its_own_hooks_alone_where_transformer_lens_takes_all_of_its_level(trainable) -> None:
+    on = []
+    for model, (a, b) in ((Theirs(), ("first", "second")), (trainable, ("blocks.1.hook_c_Q", "blocks.1.hook_O"))):
+        with model.hooks(fwd_hooks=[(a, lambda value, hook: None)], reset_hooks_end=False):
+            pass
+        with model.hooks(fwd_hooks=[(b, lambda value, hook: None)]):
+            pass
+        on.append(list(model.list_hooks()))
+        model.reset_hooks()
+    assert on == [[], ["blocks.1.hook_c_Q"]]
 
 
 def test_a_backward_hook_sees_the_gradient_as_transformer_lens_shows_it(trainable: HookedModel) -> None:
