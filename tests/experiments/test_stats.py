@@ -327,8 +327,7 @@ def test_the_page_keeps_the_promise_and_sign_flips_would_not():
 
 
 @pytest.mark.long
-def test_the_page_is_what_is_simulated(monkeypatch):
-    monkeypatch.setattr(stats, "T_DRAWS", stats.T_DRAWS)  # which the script changes
+def test_the_page_is_what_is_simulated():
     made = calibration.tables(500)
     for name, old in calibration.shown(calibration.PAGE.read_text(encoding="utf-8")):
         numbers = [[float(x) for x in re.findall(r"\d\.\d\d", text)] for text in (made[name], old)]
