@@ -98,6 +98,8 @@ def _as_said(model: HookedModel, arguments: Mapping[str, Any]) -> dict[str, Any]
             "block": None,
         }
     said |= {dim: i % model.dims.size(dim) for dim in ("h", "e") if isinstance(i := arguments.get(dim), int)}
+    if "beyond" in arguments and model.dims.max_positions is None:  # no text is too long
+        said["beyond"] = None
     if arguments.get("label") is not None:  # it stands for the direction
         said["direction"] = None
     return said

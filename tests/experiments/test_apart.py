@@ -113,6 +113,9 @@ OTHER: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 """Two values of each argument that tells units apart, or leaves them rows in common that are equal."""
 
+for of_study in OTHER.values():
+    of_study["beyond"] = [False, True]
+
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("ablate", "reference"): {"how": "mean"},
     ("ablate", "seed"): {"how": "zero"},
@@ -163,6 +166,7 @@ LIKE: list[tuple[str, dict[str, Any], str, list[Any], str]] = [
     ("split", {}, "edits", ["zero blocks.2.O h=1", "zero blocks.2.attn.hook_z h=1"], "edits"),
     ("paths", {}, "senders", [["blocks.2.O h=1"], ["blocks.2.O h=*"]], "senders"),
     ("ablate", {}, "model.device", ["cpu", "cpu:0"], "model.device"),
+    ("ablate", {}, "model.keep", ["expanded", "disk"], "model.keep"),
 ]
 """Units that hold rows about one thing, and differ in what no column tells."""
 
