@@ -26,7 +26,7 @@ from experiments.measure import Asked, Source, cost, measure, table
 from experiments.options import By, How
 from experiments.parts import Part, ablation, can_go, columns, dim_of, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import chosen_blocks, chosen_sites, common, other_options
+from experiments.study import check_drawn, chosen_blocks, chosen_sites, common, other_options
 from hooks import HookedModel, Live
 from hooks.cells import BUDGET
 from hooks.where import Rows, where_of
@@ -90,6 +90,7 @@ def ablate(
             edited so.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a reference of their shape.
     """
+    check_drawn(seed, draws=draws)
     model = model.reaching(beyond)
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     found = measure(model, cells.ask, cells.asked, source=cells.source, budget=budget, what=how)
@@ -127,6 +128,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `ablate` would take; see `experiments.measure.cost`."""
+    check_drawn(seed, draws=draws)
     model = model.reaching(beyond)
     cells = _Cells.of(model, prompts, tensors, blocks, by, at, how, reference, metrics, seed, draws)
     return cost(model, cells.ask, cells.asked, cells.source, timed=timed)

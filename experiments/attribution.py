@@ -39,7 +39,7 @@ from experiments.parts import Part, can_go, columns, listed, parts, place
 from experiments.patch import Sides, check_lengths, patch, sides, usual, wrong
 from experiments.patch import outlook as of_patches
 from experiments.prompts import Prompts
-from experiments.study import chosen_sites, common, numel, progress, seconds
+from experiments.study import check_drawn, chosen_sites, common, numel, progress, seconds
 from hooks import HookedModel
 from hooks.cells import BUDGET
 from hooks.finite import noticing
@@ -117,6 +117,7 @@ def attribute(
         BadMetric, BadText: a metric that these prompts give no ground for, or without a derivative; prompts without a
             corrupt text.
     """
+    check_drawn(seed, steps=steps)
     model = model.reaching(beyond)
     _check_steps(steps)
     if hooked := sorted(map(str, model.acting())):
@@ -174,6 +175,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `attribute` would take; see `experiments.measure.cost`."""
+    check_drawn(steps=steps)
     model = model.reaching(beyond)
     _check_steps(steps)
     asked = _Asked.of(model, prompts, tensors, blocks, listed(by), at, direction, metric)

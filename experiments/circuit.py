@@ -34,7 +34,7 @@ from experiments.options import Rest
 from experiments.parts import ablation, dim_of
 from experiments.patch import usual
 from experiments.prompts import Prompts
-from experiments.study import common, other_options
+from experiments.study import check_drawn, common, other_options
 from hooks import Edit, HookedModel, Live
 from hooks.cells import BUDGET
 from hooks.where import where_of
@@ -97,6 +97,7 @@ def circuit(
             a kept one that is not among all; more random sets than there are.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a reference of their shape.
     """
+    check_drawn(seed, random_sets=random_sets, subsets=subsets, draws=draws)
     model = model.reaching(beyond)
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
     found = measure(model, asked.ask, asked.cells, source=asked.source, budget=budget, what="circuit")
@@ -133,6 +134,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `circuit` would take; see `experiments.measure.cost`."""
+    check_drawn(seed, random_sets=random_sets, subsets=subsets, draws=draws)
     model = model.reaching(beyond)
     asked = _Circuit.of(model, prompts, kept, among, how, reference, random_sets, subsets, metrics, seed, draws)
     return cost(model, asked.ask, asked.cells, asked.source, timed=timed)

@@ -7,6 +7,8 @@ was asked for in a wrong way). Whatever is heavy is imported inside the commands
 from __future__ import annotations
 
 import io
+import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from typer.core import TyperGroup
 
 from experiments import commands
 from experiments.options import Kind
+from experiments.plain import shown
 from experiments.terminal import Keep, Model, Precision, opened, say_files
 
 
@@ -36,7 +39,7 @@ class _Told(TyperGroup):
             errors = sys.modules.get("probe.errors")  # loaded, if one of its errors was raised
             if errors is None or not isinstance(error, errors.ProbeError):
                 raise
-            typer.echo(f"k2probe: {error}", err=True)
+            typer.echo(shown(f"k2probe: {error}"), err=True)
             raise typer.Exit(1) from None
 
 
@@ -45,7 +48,7 @@ def _noted(show: Callable[..., None]) -> Callable[..., None]:
 
     def note(message: Warning | str, category: type[Warning], *where: Any) -> None:
         if category.__name__ == "TextWarning":
-            typer.echo(f"note: {message}", err=True)
+            typer.echo(shown(f"note: {message}"), err=True)
         else:
             show(message, category, *where)
 
@@ -82,13 +85,33 @@ def every(
 
 def main() -> None:
     """The entry point: `k2probe`, ``python -m experiments``."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Δ gets a question mark, not a traceback
+    sys.stdout, sys.stderr = (_lasting(stream) for stream in (sys.stdout, sys.stderr))
     if wrong := foreign_rooms():
         typer.echo(f"k2probe: {wrong}", err=True)
         sys.exit(1)
     app(prog_name="k2probe")
+
+
+def _lasting(stream: Any) -> Any:
+    """A stream that work survives, so that files are still written behind tables: a terminal without Δ gets a question
+    mark, and what nobody reads any more (``| head``), or ever did (``>&-``), goes nowhere."""
+    if stream is not None and not isinstance(getattr(stream, "buffer", None), io.BufferedWriter | io.FileIO):
+        return stream  # it is no file
+    descriptor = os.open(os.devnull, os.O_WRONLY) if stream is None else stream.fileno()
+    encoding = "utf-8" if stream is None else stream.encoding
+    file = io.BufferedWriter(_Unread(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(file, encoding, "replace", line_buffering=True)
+
+
+class _Unread(io.FileIO):
+    """A file that may be a pipe whose reader has gone."""
+
+    def write(self, data: Any) -> int:
+        """What was written, or would have been."""
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            return len(data)
 
 
 def foreign_rooms() -> str | None:
@@ -149,7 +172,7 @@ def params(
             try:
                 quantisation(read_config(place))
             except BadConfig as fact:
-                typer.echo(f"its weights would be refused: {fact}")
+                typer.echo(shown(f"its weights would be refused: {fact}"))
         return
     found = tally(place)
     for table in tally_tables(place.resolve().name, found):
@@ -179,7 +202,7 @@ def check(model: Model = None, keep: Keep = "expanded", dtype: Precision = None)
     hooked, _ = opened(model, keep, dtype)
     findings = study.check(hooked)
     for finding in findings:
-        typer.echo(finding)
+        typer.echo(shown(finding))
     if failed := study.failures(findings):
         names = "; ".join(f"{finding.what} ({', '.join(finding.failed)})" for finding in failed)
         raise study.CheckFailed(f"{len(failed)} of {len(findings)} checks failed: {names}.")
@@ -196,7 +219,7 @@ def run(
 ) -> None:
     """Run the study that a TOML file describes into a folder; run again, it goes on where it ended."""
     parts = shard.split("/")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+    if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
         raise typer.BadParameter(f"--shard {shard}: give two numbers, as in 2/4 for the second of four.")
     import torch
 

@@ -5,6 +5,7 @@ Whatever is heavy is imported inside the commands, so that ``--help`` answers at
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -12,6 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from experiments.options import Control, Dtype, Hold, How, Probe, Rest, Scale, When
+from experiments.plain import shown
 from experiments.terminal import (
     Answer,
     At,
@@ -343,7 +345,7 @@ def lens(
     df = study.lens(hooked, prompts, per_prompt=per_prompt, name=name, **asked)
     show(df, "lens", place, lens_tables, lens_plots.pictures, averaged=not per_prompt, last=False)
     if not ahead:
-        typer.echo(f"left out: what adds up to the logit difference: {why}")
+        typer.echo(shown(f"left out: what adds up to the logit difference: {why}"))
         finite.check([df.attrs.get(finite.NOT_FINITE)])
         return
     parts = study.direct(hooked, prompts, per_prompt=per_prompt, name=name)
@@ -433,7 +435,7 @@ def probe(
         "of": None if own else Prompts.load(label, prompts.tokenizer, model or TINY),
         "tensors": tensor,
         "blocks": block,
-        "at": [int(x) if x.isdecimal() else x for x in at] if at else None,
+        "at": [int(x) if re.fullmatch("[0-9]{1,18}", x) else x for x in at] if at else None,
         "e": expert,
         "probe": kind,
         "width": width,
@@ -625,7 +627,7 @@ def top(
     where: dict[str, list[int]] = {}
     for one in at or []:
         dim, _, number = one.partition("=")
-        if not number.isdecimal():
+        if not re.fullmatch("[0-9]{1,18}", number):
             raise typer.BadParameter(f"--at {one}: give a dim and a number, as in f=17.")
         where.setdefault(dim, []).append(int(number))
     from experiments import bars

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from functools import cache
 from hashlib import blake2b, sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from probe.checkpoint import Checkpoint
 from probe.engine import Weights
 from probe.errors import BadCheckpoint
+from probe.files import read_bytes, replacing
 from probe.headers import OpenFile, Stamp, blob
 from probe.memory import byte_count
 from probe.weights import InMemory, digest_of
@@ -199,7 +199,7 @@ def _sealed(entry: str, digest: str) -> str:
 def _recalled(entry: str) -> str | None:
     if entry not in _KEPT:
         with suppress(OSError, ValueError, RuntimeError):
-            line = (kept() / entry).read_text(encoding="ascii")
+            line = read_bytes(kept() / entry).decode("ascii")
             if line == _sealed(entry, line[:64]):
                 _KEPT[entry] = line[:64]
     return _KEPT.get(entry)
@@ -208,8 +208,5 @@ def _recalled(entry: str) -> str | None:
 def _keep(entry: str, digest: str) -> None:
     """Keep a digest, whole or not at all; without a folder to write to, for this process."""
     _KEPT[entry] = digest
-    with suppress(OSError, RuntimeError):
-        kept().mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=kept(), encoding="ascii", delete=False) as aside:
-            aside.write(_sealed(entry, digest))
-        os.replace(aside.name, kept() / entry)
+    with suppress(OSError, RuntimeError), replacing(kept() / entry) as file:
+        file.write(_sealed(entry, digest).encode("ascii"))

@@ -13,12 +13,14 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
@@ -27,8 +29,9 @@ import pyarrow.parquet as pa_parquet
 
 from probe.blocks import around, card
 from probe.card import Leaf, Step
-from probe.errors import ProbeError, nearest
-from probe.headers import expanded
+from probe.errors import BadPath, ProbeError, nearest
+from probe.files import read_bytes, replacing
+from probe.headers import brief, expanded, parsed, told
 
 VERSION = 2
 """Of the schema; it travels in ``df.attrs`` and in parquet files."""
@@ -41,10 +44,6 @@ Kind = Literal["string", "Int64", "Float64", "tensor"]
 
 class BadFrame(ProbeError, ValueError):
     """Rows that break the schema, or a frame that cannot be asked this."""
-
-
-class BadPath(ProbeError, OSError):
-    """A file that cannot be written or read."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ def _typed(df: pd.DataFrame) -> pd.DataFrame:
         if name not in COLUMNS:
             near = nearest(str(name), COLUMNS)
             raise BadFrame(
-                f"a frame has no column {str(name)!r}."
+                f"a frame has no column {brief(str(name))}."
                 + (f" Nearest: {', '.join(near)}." if near else "")
                 + " experiments.frames.COLUMNS lists all."
             )
@@ -235,7 +234,7 @@ def _typed(df: pd.DataFrame) -> pd.DataFrame:
     identity = [name for name in out.columns if name in IDENTITY]
     if (twice := out.duplicated(identity)).any():
         row = out.loc[twice, identity].iloc[0].dropna()
-        raise BadFrame("two rows measure one thing: " + ", ".join(f"{k}={v}" for k, v in row.items()) + ".")
+        raise BadFrame("two rows measure one thing: " + ", ".join(f"{k}={told(v)}" for k, v in row.items()) + ".")
     out.attrs = {"schema": VERSION}
     return out
 
@@ -249,7 +248,8 @@ def _cast(name: str, dtype: Kind, given: pd.Series[Any]) -> pd.Series[Any]:
             if unknown:
                 near = nearest(str(unknown[0]), category.categories)
                 raise BadFrame(
-                    f"no card has a tensor named {unknown[0]!r}." + (f" Nearest: {', '.join(near)}." if near else "")
+                    f"no card has a tensor named {brief(unknown[0])}."
+                    + (f" Nearest: {', '.join(near)}." if near else "")
                 )
             return given.astype(object).astype(category)
         if dtype == "string":
@@ -260,7 +260,7 @@ def _cast(name: str, dtype: Kind, given: pd.Series[Any]) -> pd.Series[Any]:
     except (TypeError, ValueError) as error:
         if isinstance(error, BadFrame):
             raise
-        raise BadFrame(f"column {name!r} holds {dtype} ({COLUMNS[name].meaning}): {error}.") from error
+        raise BadFrame(f"column {name!r} holds {dtype} ({COLUMNS[name].meaning}): {error!s:.300}.") from error
 
 
 def join(*frames: pd.DataFrame) -> pd.DataFrame:
@@ -298,19 +298,54 @@ def write(df: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
         BadFrame: the frame breaks the schema, or its attrs are more than JSON.
     """
     path = expanded(path)
-    table = pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
-    table = table.replace_schema_metadata({**(table.schema.metadata or {}), ATTRS: _json(df.attrs)})
-    writers: dict[str, Callable[[pa.Table, BinaryIO], None]] = {
-        ".parquet": pa_parquet.write_table,
-        ".csv": pa_csv.write_csv,
-    }
-    if path.suffix not in writers:
+    if path.suffix not in (".parquet", ".csv"):
         raise BadPath(
             f"can't write {path}: a frame goes to .parquet or .csv, not {path.suffix or 'a name without ending'!r}."
         )
+    written = as_csv(df) if path.suffix == ".csv" else _as_parquet(df)
     with replacing(path) as file:
-        writers[path.suffix](table, file)
+        file.write(written)
     return path
+
+
+def as_csv(df: pd.DataFrame) -> bytes:
+    """What `write` puts into a CSV file."""
+    made = BytesIO()
+    pa_csv.write_csv(_table(df), made)
+    return made.getvalue()
+
+
+def _as_parquet(df: pd.DataFrame) -> bytes:
+    """A parquet file, with a digest of all its other bytes among its metadata."""
+    table, made = _table(df), BytesIO()
+    said = {**(table.schema.metadata or {}), ATTRS: _json(df.attrs), _SEAL: _OPEN}
+    pa_parquet.write_table(table.replace_schema_metadata(said), made)
+    raw = made.getvalue()
+    at = _sealed_at(raw)
+    assert at is not None, "it was just put there"
+    return raw[:at] + _digest(raw, at) + raw[at + len(_OPEN) :]
+
+
+def _table(df: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(_typed(df.reset_index(drop=True)), preserve_index=False)
+
+
+_SEAL, _OPEN = b"k2-probe digest", b"0" * 32
+"""The key of the digest in a parquet file, and what stands in its place while it is made."""
+
+
+def _sealed_at(raw: bytes) -> int | None:
+    """Where the digest is; None: the file has none. Before it stands, as parquet writes a key with its value, the key,
+    and two bytes: a text follows, and how long it is."""
+    start = _SEAL + bytes([0x18, len(_OPEN)])
+    at = raw.rfind(start)
+    return None if at < 0 else at + len(start)
+
+
+def _digest(raw: bytes, at: int) -> bytes:
+    made = blake2b(raw[:at], digest_size=16)
+    made.update(raw[at + len(_OPEN) :])
+    return made.hexdigest().encode()
 
 
 def _json(attrs: Mapping[Hashable, Any]) -> bytes:
@@ -320,75 +355,61 @@ def _json(attrs: Mapping[Hashable, Any]) -> bytes:
         raise BadFrame(f"attrs go to a file as JSON, and these can't: {error}.") from None
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write what shall stand at ``path``: it takes that place once it is complete and on the disk, whatever
-    ends the program before. Folders are made.
-
-    Raises:
-        BadPath: it can't be written; what stood there stands.
-    """
-    partial = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise BadPath(f"can't write {path}: {path.parent} is not a folder.") from error
-    except OSError as error:
-        raise BadPath(f"can't write {path}: {error.strerror or error}.") from error
-    finally:
-        if partial.is_file():
-            partial.unlink()
-
-
-def read(path: str | os.PathLike[str]) -> pd.DataFrame:
+def read(path: str | os.PathLike[str], *, sealed: bool = False) -> pd.DataFrame:
     """The frame that `write` put there: dtypes, categories, NA and (of parquet) attrs as they were, rows numbered
     from 0.
 
+    Args:
+        sealed: refuse a parquet file without the digest that `write` leaves in it: other programs write none.
+
     Raises:
-        BadPath: no such file, another ending, or a file that is no table.
+        BadPath: no such file, another ending, a file that is no table, or one whose bytes are not those that `write`
+            put there.
         BadFrame: a table that breaks the schema.
     """
     path = expanded(path)
+    if path.suffix not in (".parquet", ".csv"):
+        raise BadPath(f"can't read {path}: a frame is a .parquet or .csv file.")
     try:
-        if path.suffix == ".parquet":
-            with path.open("rb") as file:
-                table = pa_parquet.read_table(file)
-        elif path.suffix == ".csv":
-            table = _read_csv(path)
-        else:
-            raise BadPath(f"can't read {path}: a frame is a .parquet or .csv file.")
-    except BadPath:
+        raw = read_bytes(path)
+        table = _read_csv(path, raw) if path.suffix == ".csv" else _read_parquet(path, raw, sealed)
+        attrs = parsed((table.schema.metadata or {}).get(ATTRS, b"{}"))
+        if not isinstance(attrs, dict):
+            raise ValueError("its attrs are no JSON object")
+        _once(path, table.column_names)
+        columns = {name: table[name].to_pylist() for name in table.column_names}
+    except ProbeError:
         raise
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise BadPath(f"can't read {path}: {getattr(error, 'strerror', None) or error}.") from error
-    columns = {name: pd.Series(table[name].to_pylist(), dtype=object) for name in table.column_names}
-    df = _typed(pd.DataFrame(columns))
-    df.attrs |= json.loads((table.schema.metadata or {}).get(ATTRS, "{}")) | df.attrs
+    except (OSError, pa.ArrowException, ValueError, csv.Error) as error:
+        raise BadPath(f"can't read {path}: {getattr(error, 'strerror', None) or error!s:.500}.") from error
+    df = _typed(pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()}))
+    df.attrs |= attrs | df.attrs
     return df
 
 
-def attrs_of(path: Path) -> Mapping[str, Any]:
-    """The attrs of a frame in a parquet file, without its rows."""
-    said: Mapping[str, Any] = json.loads((pa_parquet.read_schema(path).metadata or {}).get(ATTRS, "{}"))
-    return said
+def _once(path: Path, columns: Sequence[str]) -> None:
+    counts = Counter(columns)
+    if len(counts) < len(columns):
+        raise BadFrame(f"{path} has the column {told(counts.most_common(1)[0][0])!r} twice.")
 
 
-def _read_csv(path: Path) -> pa.Table:
+def _read_parquet(path: Path, raw: bytes, sealed: bool) -> pa.Table:
+    """A table whose digest, if it has one, is that of its bytes; which is seen before anything is made of them."""
+    at = _sealed_at(raw)
+    if sealed if at is None else raw[at : at + len(_OPEN)] != _digest(raw, at):
+        raise BadPath(f"can't read {path}: it is damaged; its bytes are not those that were written.")
+    return pa_parquet.read_table(pa.BufferReader(raw))
+
+
+def _read_csv(path: Path, raw: bytes) -> pa.Table:
     """A CSV file as text, integers and floats by the schema. Nothing between two commas is NA, ``""`` is empty text."""
     arrow = {"Int64": pa.int64(), "Float64": pa.float64(), "string": pa.string(), "tensor": pa.string()}
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        header = next(csv.reader(file), None)
+    header = next(csv.reader(TextIOWrapper(BytesIO(raw), encoding="utf-8-sig", newline="")), None)
     if header is None:
         raise BadPath(f"can't read {path}: the file is empty.")
-    if twice := [name for i, name in enumerate(header) if name in header[:i]]:
-        raise BadFrame(f"{path} has the column {twice[0]!r} twice.")
+    _once(path, header)
     return pa_csv.read_csv(
-        path,
+        BytesIO(raw),
         parse_options=pa_csv.ParseOptions(newlines_in_values=True),
         convert_options=pa_csv.ConvertOptions(
             column_types={name: arrow[COLUMNS[name].dtype] for name in header if name in COLUMNS},

@@ -83,12 +83,12 @@ def _parts(model: HookedModel, prompts: Prompts, site: Site, words: Sequence[str
     have = set(range(len(prompts)))
     for word in words:
         dim, _, place = word.partition("=")
-        by = _by(node, dim, word)
-        if place.isdecimal() or (by == "key" and place == "*"):
+        by, numbered = _by(node, dim, word), place.isdecimal() and len(place) < 19
+        if numbered or (by == "key" and place == "*"):
             stats.check_average([prompt.shape for prompt in prompts.rows], by)
         if place == "*":
             every.append("role" if by == "position" else by)
-        elif place.isdecimal():
+        elif numbered:
             where[dim] = int(place)
             columns[{"position": "pos"}.get(by, by)] = int(place)
         else:

@@ -26,7 +26,7 @@ from experiments.measure import Asked, Measured, Source, cost, measure, table
 from experiments.options import By, Direction
 from experiments.parts import Part, columns, listed, parts, place
 from experiments.prompts import Prompts
-from experiments.study import chosen_sites, common, other_options
+from experiments.study import check_drawn, chosen_sites, common, other_options
 from hooks import Edit, HookedModel, Live, freeze, noise
 from hooks import patch as patched
 from hooks.cells import BUDGET
@@ -90,6 +90,7 @@ def patch(
             patched so; positions of texts of unequal length, which roles align.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a corrupt text.
     """
+    check_drawn(seed, draws=draws)
     model = model.reaching(beyond)
     options = _Options(tensors, blocks, by, at, window, direction, noise_at, noise_std, frozen)
     pairs = [_Pair.of(model, prompts, options, metrics, seed + i) for i in range(_draws(draws, noise_at))]
@@ -135,6 +136,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `patch` would take; see `experiments.measure.cost`."""
+    check_drawn(draws=draws)
     model = model.reaching(beyond)
     options = _Options(tensors, blocks, by, at, window, direction, noise_at, noise_std, frozen)
     pair = _Pair.of(model, prompts, options, metrics, 0)
@@ -285,6 +287,8 @@ def _cells(model: HookedModel, ask: Ask, prompts: Prompts, options: _Options) ->
     """A cell for each part of each tensor, or of a window of blocks."""
     if options.window < 1:
         raise BadEdit(f"window={options.window}: one block or more.")
+    if options.window > model.dims.blocks:  # and so for all sites, before any is looked at
+        return
     by = listed(options.by)
     sites = chosen_sites(model, options.tensors, options.blocks)
     for site in sites:

@@ -28,7 +28,7 @@ from experiments.nodes import Node, nodes
 from experiments.options import Direction, Hold
 from experiments.patch import Sides, check_lengths, sides, wrong
 from experiments.prompts import Prompts
-from experiments.study import common, numel
+from experiments.study import check_drawn, common, numel
 from hooks import Cache, Cell, Edit, HookedModel, Live, freeze, sweep
 from hooks import outlook as ahead
 from hooks import patch as patched
@@ -88,6 +88,7 @@ def paths(
             any sender; texts of unequal length, unless all senders are at spans.
         BadMetric, BadText: a metric that these prompts give no ground for; prompts without a corrupt text.
     """
+    check_drawn(seed)
     model = model.reaching(beyond)
     asked = _Paths.of(model, prompts, senders, receivers, hold, direction, frozen, metrics)
     parts = asked.parts(model, budget)

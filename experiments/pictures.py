@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import plots
-from experiments.frames import BadPath
+from probe.files import replacing
 from probe.headers import expanded
 
 DPI = 110
@@ -26,9 +26,8 @@ def save(ax: Axes, path: str | Path) -> Path:
     figure = ax.get_figure(root=True)
     assert figure is not None, "axes that a picture returns stand in a figure"
     try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise BadPath(f"can't write {path}: {error.strerror or error}.") from None
+        with replacing(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=DPI)
     finally:
         plt.close(figure)
     return path

@@ -29,7 +29,7 @@ from experiments.options import Control, Probe
 from experiments.prompts import Prompts
 from experiments.readout import Fits, How, guesses, marks
 from experiments.stats import interval, summary, units
-from experiments.study import common, numel, other_options, passes, progress
+from experiments.study import check_drawn, common, numel, other_options, passes, progress
 from experiments.vectors import SLOTS, Place, Places, Vectors, count_tokens, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.edits import SCORES
@@ -107,6 +107,7 @@ def probes(
         BadEdit: a span that some prompts lack.
         BadSample: a position, of prompts in which it is different words.
     """
+    check_drawn(seed, draws=draws, folds=folds, width=width)
     model = model.reaching(beyond)
     _check(probe, controls, draws)
     sets = [prompts] if test is None else [prompts, test]
@@ -155,6 +156,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `probes` would take; see `experiments.study.passes`. Most of its time are ``fits``, of which one is made."""
+    check_drawn(seed, draws=draws, folds=folds, width=width)
     model = model.reaching(beyond)
     _check(probe, controls, draws)
     sets = [prompts] if test is None else [prompts, test]

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from itertools import islice, permutations
 from pathlib import Path
 from string import Formatter
@@ -27,8 +28,9 @@ import torch
 from hooks import draws
 from hooks.where import Rows
 from probe import TINY, Tokenizer
-from probe.errors import BadText, asking, nearest
-from probe.headers import expanded, parsed
+from probe.errors import BadText, asking, check_seed, nearest
+from probe.files import read_bytes
+from probe.headers import brief, expanded, parsed
 from probe.text import Batch
 
 _TEXTS = ("clean", "corrupt")
@@ -178,7 +180,7 @@ def _check_keys(row: Any) -> None:
     for key in row:
         if key not in _KEYS:
             near = nearest(str(key), _KEYS)
-            raise BadText(f"unknown key {key!r}." + (f" Nearest: {', '.join(near)}." if near else ""))
+            raise BadText(f"unknown key {brief(key)}." + (f" Nearest: {', '.join(near)}." if near else ""))
     for key in _KEYS:
         value = row.get(key)
         if value is None or isinstance(value, Mapping if key in _NAMED else str):
@@ -192,7 +194,7 @@ def _check_keys(row: Any) -> None:
         kinds = {**dict.fromkeys(_NAMED, "an object"), **dict.fromkeys(_WORDS, "text, or a list of spellings")}
         kinds |= {**dict.fromkeys(_TEXTS, "text, or a list of messages"), "label": "text or a number"}
         kind = kinds.get(key, "text")
-        raise BadText(f"{key} is {value!r}; it should be {kind}.")
+        raise BadText(f"{key} is {brief(value)}; it should be {kind}.")
 
 
 def _answer(key: str, spellings: Any, tokenizer: Tokenizer) -> Answer | None:
@@ -277,7 +279,7 @@ def _parting(clean: Sequence[int], corrupt: Sequence[int], tokenizer: Tokenizer)
 def _filled(template: str, slots: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
     """A template with its slots filled in, and the characters that each slot came to."""
     text, ranges = "", dict[str, tuple[int, int]]()
-    with asking(f"template {template!r}"):
+    with asking(f"template {brief(template)}"):
         try:
             parts = list(Formatter().parse(template))
         except ValueError as error:
@@ -289,23 +291,23 @@ def _filled(template: str, slots: Mapping[str, Any]) -> tuple[str, dict[str, tup
             if not name or spec or conversion:
                 raise BadText("a slot is a name in braces, like {subject}.")
             if name in ranges:
-                raise BadText(f"the slot {name!r} stands twice; a span is one place, so name them apart.")
+                raise BadText(f"the slot {brief(name)} stands twice; a span is one place, so name them apart.")
             if name not in slots:
-                raise BadText(f"the slot {name!r} is not filled.")
+                raise BadText(f"the slot {brief(name)} is not filled.")
             value = slots[name]
             if not isinstance(value, str) or not value.strip():
-                raise BadText(f"the slot {name!r} is filled with {value!r}; it should be text.")
+                raise BadText(f"the slot {brief(name)} is filled with {brief(value)}; it should be text.")
             ranges[name] = (len(text), len(text) + len(value))
             text += value
         if unknown := [name for name in slots if name not in ranges]:
-            raise BadText(f"there is no slot {unknown[0]!r}; it has {', '.join(ranges) or 'none'}.")
+            raise BadText(f"there is no slot {brief(unknown[0])}; it has {', '.join(ranges) or 'none'}.")
     return text, ranges
 
 
 def _positions(name: str, span: Any, text: str, places: Sequence[tuple[int, int]]) -> range:
     """The tokens that a range of characters covers."""
     if not (isinstance(span, Sequence) and len(span) == 2 and all(type(end) is int for end in span)):
-        raise BadText(f"span {name} is {span!r}; it should be [first character, one past the last].")
+        raise BadText(f"span {name} is {brief(span)}; it should be [first character, one past the last].")
     first, end = span
     if not 0 <= first < end <= len(text):
         raise BadText(f"span {name} is {list(span)}, outside the text of {len(text)} characters.")
@@ -521,6 +523,7 @@ class Prompts:
         Raises:
             BadText: a row has none.
         """
+        check_seed(seed)
         bits = draws.hashed(_in_a_batch(self).prompts, seed)
         by_place: dict[tuple[Any, ...], list[int]] = {}
         for j in reference.in_order:
@@ -576,7 +579,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
         BadText: the file cannot be read, or a line is no JSON, or says something twice.
     """
     try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        lines = read_bytes(file).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, error) from None
     for number, line in enumerate(lines, 1):
@@ -599,18 +602,16 @@ def _json(text: str) -> Any:
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a CSV file; ``file:line`` is where a row ends."""
     try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream, strict=True)
-            _once(file, reader.fieldnames or ())
-            for row in reader:
-                where = f"{file}:{reader.line_num}"
-                if None in row or None in row.values():
-                    raise BadText(
-                        f"{where}: it has more or fewer cells than the header's {len(reader.fieldnames or ())}."
-                    )
-                with asking(where):
-                    cells = _cells(row)
-                yield where, cells
+        text = read_bytes(file).decode("utf-8-sig")
+        reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+        _once(file, reader.fieldnames or ())
+        for row in reader:
+            where = f"{file}:{reader.line_num}"
+            if None in row or None in row.values():
+                raise BadText(f"{where}: it has more or fewer cells than the header's {len(reader.fieldnames or ())}.")
+            with asking(where):
+                cells = _cells(row)
+            yield where, cells
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _unreadable(file, error) from None
 
@@ -621,9 +622,12 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        _once(file, pq.read_schema(file).names)
-        rows = pq.read_table(file).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        raw = read_bytes(file)
+        _once(file, pq.read_schema(pa.BufferReader(raw)).names)
+        rows = pq.read_table(pa.BufferReader(raw)).to_pylist()
+    except BadText:
+        raise
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from None
     for number, row in enumerate(rows):
         where = f"{file}, row {number}"
@@ -634,7 +638,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _once(file: Path, columns: Sequence[str]) -> None:
     if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
-        raise BadText(f"{file}: it has the column {twice[0]!r} twice.")
+        raise BadText(f"{file}: it has the column {brief(twice[0])} twice.")
 
 
 _READERS = {".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}

@@ -32,7 +32,7 @@ from experiments.options import How
 from experiments.parts import ablation
 from experiments.prompts import Prompts
 from experiments.stats import Numbers, known, summary, units
-from experiments.study import chosen_blocks, common, other_options, passes
+from experiments.study import check_drawn, chosen_blocks, common, other_options, passes
 from hooks import Cell, Edit, HookedModel, Live, Run, freeze, patch
 from hooks import outlook as ahead
 from hooks.edits import Freeze
@@ -188,6 +188,7 @@ def split(
             or none, besides what is frozen.
         UnknownTensor, OutOfRange, UnknownDim: a node that doesn't exist; no block that the edits reach has experts.
     """
+    check_drawn(seed)
     model = model.reaching(beyond)
     asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
     ask, block = asked.ask, asked.block
@@ -229,6 +230,7 @@ def outlook_split(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `split` would take: four runs, and one over the reference prompts where edits take from these."""
+    check_drawn(seed)
     model = model.reaching(beyond)
     asked = _Split.of(model, prompts, edits, metrics, gates, reference, seed)
     ask, taken = asked.ask, [] if asked.source is None else [asked.source]

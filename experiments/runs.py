@@ -3,7 +3,8 @@
 A run folder holds
 
 - ``manifest.json``: what is run, on which weights and inputs, by which versions; written first, and never changed;
-- ``units/*.parquet``: the frame of each finished unit, put there by a rename once it is complete;
+- ``units/*.parquet``: the frame of each finished unit, put there by a rename once it is complete, with a digest of its
+  bytes (`experiments.frames`), so that a damaged one is never joined;
 - ``frame.csv``, ``frame.parquet``, ``pictures/``: when all units are finished, of all of them, in that order. A row
   that several units hold alike (attributions of 2 and of 4 steps share their first order) stands there once; the attrs
   of each unit's frame stand in those of the parquet file, under its label;
@@ -20,6 +21,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,6 +34,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -40,7 +43,6 @@ from experiments.apart import Told
 from experiments.compare import RANDOM, load_second
 from experiments.fingerprint import fingerprint
 from experiments.finite import NOT_FINITE
-from experiments.frames import BadPath
 from experiments.pictures import save
 from experiments.prompts import Prompts
 from experiments.spec import Spec, Unit, that_take
@@ -48,10 +50,11 @@ from experiments.studies import STUDIES
 from experiments.study import activation_dtype, folder, progress
 from hooks import HookedModel
 from probe import TINY
-from probe.errors import BadText, ProbeError, asking
-from probe.headers import expanded, parsed
+from probe.errors import BadPath, BadText, ProbeError, asking
+from probe.files import clear, read_bytes, replacing, size_of
+from probe.headers import brief, expanded, parsed
 
-VERSION = 2
+VERSION = 3
 """Of a run folder's layout, and of what a key covers."""
 
 
@@ -138,8 +141,8 @@ def not_finite(out: str | os.PathLike[str]) -> list[str]:
     found = []
     for unit in _manifest(Path(out) / "manifest.json")["units"]:
         file = Path(out) / unit["file"]
-        if file.exists() and (said := frames.attrs_of(file).get(NOT_FINITE)):
-            found.append(f"{unit['label']}: {said}" if unit["label"] else said)
+        if file.exists() and (said := _sound(file).attrs.get(NOT_FINITE)):
+            found.append(f"{unit['label']}: {said}" if unit.get("label") else said)
     return found
 
 
@@ -179,30 +182,48 @@ def _told(what: str, place: Path, jobs: Sequence[Job]) -> Iterator[None]:
 
 def _joined(place: Path, study: str, jobs: Sequence[Job]) -> pd.DataFrame:
     """The frame of all units, written and read back; and their pictures, in a folder that is there once all are."""
-    whole, pictures = place / "frame.parquet", place / "pictures"
-    if whole.exists() and pictures.exists():
-        return frames.read(whole)
-    parts = [_finished(place / job.file) for job in jobs]
+    whole, table, pictures = place / "frame.parquet", place / "frame.csv", place / "pictures"
+    parts = [] if whole.exists() and pictures.exists() else [_sound(place / job.file) for job in jobs]
     if not whole.exists():
         df = frames.join(*_once(parts))
         df.attrs |= _attrs(jobs, parts)
-        for file in (whole.with_suffix(".csv"), whole):
-            frames.write(df, file)
+        frames.write(df, whole)
+    df = _sound(whole)
+    if not _holds(table, frames.as_csv(df)):
+        frames.write(df, table)
     if not pictures.exists():
-        drawn = folder(place / "pictures.part")
+        drawn = place / "pictures.part"
+        _empty(drawn)
         for job, part in zip(jobs, parts, strict=True):
             for name, ax in STUDIES[study].pictures(part, job.unit.arguments):
                 save(ax, drawn / f"{job.file.stem}_{name}.png")
         drawn.replace(pictures)
-    return frames.read(whole)
+    return df
+
+
+def _holds(file: Path, content: bytes) -> bool:
+    try:
+        return size_of(file) == len(content) and read_bytes(file) == content
+    except OSError:
+        return False
+
+
+def _empty(place: Path) -> None:
+    """A new folder, in place of what a killed process left there."""
+    try:
+        if os.path.lexists(place):
+            shutil.rmtree(place)
+        place.mkdir()
+    except OSError as error:
+        raise BadPath(f"can't write to {place}: {error.strerror or error}.") from None
 
 
 def _once(parts: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
     """Units' frames, less the rows that equal one of an earlier unit in every column. A unit without a row of its own
     stays as it is: `join` refuses it."""
-    held = pd.concat([part.astype(object).assign(unit=i) for i, part in enumerate(parts)], ignore_index=True)
-    new = ~held.duplicated([name for name in held if name != "unit"])
-    own = [new[held["unit"] == i].to_numpy() for i in range(len(parts))]
+    held = pd.concat([part.astype(object) for part in parts], ignore_index=True)
+    ends = np.cumsum([len(part) for part in parts])
+    own = np.split(~held.duplicated().to_numpy(), ends[:-1])
     return [part[mask] if mask.any() else part for part, mask in zip(parts, own, strict=True)]
 
 
@@ -218,11 +239,12 @@ def _attrs(jobs: Sequence[Job], parts: Sequence[pd.DataFrame]) -> dict[str, Any]
     return {"units": said} if any(said.values()) else {}
 
 
-def _finished(file: Path) -> pd.DataFrame:
+def _sound(file: Path) -> pd.DataFrame:
+    """A frame of this folder, a unit's or that of all, as it was written."""
     try:
-        return frames.read(file)
+        return frames.read(file, sealed=True)
     except ProbeError as fact:
-        raise BadRun(f"{fact} Delete that file and run again: only its unit is done anew.") from None
+        raise BadRun(f"{fact} Delete that file and run again: only what it holds is made anew.") from None
 
 
 # ---- what a unit's numbers hang on -----------------------------------------------------------------------------------
@@ -338,7 +360,7 @@ def _versions() -> dict[str, Any]:
 
 @cache
 def _installed() -> dict[str, str]:
-    return {name: version(name) for name in ("k2-probe", "torch", "numpy")}
+    return {**{name: version(name) for name in ("k2-probe", "numpy")}, "torch": torch.__version__}  # and its build
 
 
 def _jobs(spec: Spec, shelf: _Shelf, place: Path) -> list[Job]:
@@ -349,7 +371,7 @@ def _jobs(spec: Spec, shelf: _Shelf, place: Path) -> list[Job]:
         with asking(what):
             covers = shelf.covers(spec.study, unit)
             key = _digest(json.dumps([_versions(), spec.study, covers], sort_keys=True))
-            label = re.sub(r"[^\w.=+-]+", "_", unit.label)[:80]
+            label = re.sub(r"[^\w.=+-]+", "_", unit.label).encode()[:80].decode(errors="ignore")
             name = "_".join(filter(None, (f"{at:0{len(str(len(spec.units)))}}", label, key)))
             jobs.append(Job(unit, what, covers, Path("units", f"{name}.parquet")))
             if estimate is not None and not (place / jobs[-1].file).exists():
@@ -406,7 +428,7 @@ def _claim(place: Path, spec: Spec, jobs: Sequence[Job]) -> None:
     units = [{"file": job.file.as_posix(), "label": job.unit.label, **job.covers} for job in jobs]
     ours = {"study": spec.study, "versions": _versions(), "units": units}
     if not path.exists():
-        with frames.replacing(path) as file:
+        with replacing(path) as file:
             file.write(json.dumps(ours, indent=1, ensure_ascii=False).encode())
         return
     if odd := list(islice(_differences(_manifest(path), ours), 3)):
@@ -415,7 +437,12 @@ def _claim(place: Path, spec: Spec, jobs: Sequence[Job]) -> None:
 
 def _manifest(path: Path) -> Any:
     try:
-        return parsed(path.read_bytes())
+        said = parsed(read_bytes(path))
+        if not all(isinstance(unit["file"], str) for unit in said["units"]):
+            raise TypeError
+        return said
+    except (KeyError, TypeError):
+        raise BadRun(f"{path}: no manifest of a run (it lists no units).") from None
     except (OSError, ValueError) as error:
         raise BadRun(f"{path}: no manifest of a run ({getattr(error, 'strerror', None) or error}).") from None
 
@@ -429,7 +456,7 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for i, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _differences(before, after, f"{path}[{i}]")
     elif old != new:
-        before, after = (f"{len(x)} long" if isinstance(x, list) else shorten(repr(x), 80) for x in (old, new))
+        before, after = (f"{len(x)} long" if isinstance(x, list) else shorten(brief(x), 80) for x in (old, new))
         yield f"{path} was {before}, and is {after}"
 
 
@@ -443,7 +470,7 @@ def _lock(place: Path) -> Iterator[int]:
     """
     path = place / "lock"
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise BadPath(f"can't write {path}: {error.strerror or error}.") from None
     try:
@@ -454,7 +481,7 @@ def _lock(place: Path) -> Iterator[int]:
 
 @contextmanager
 def _alone(lock: int, place: Path) -> Iterator[None]:
-    """Nobody else begins or joins a run in this folder meanwhile.
+    """Nobody else begins or joins a run in this folder meanwhile; what one that was killed has half-written goes.
 
     Raises:
         BadPath: the file system can't lock.
@@ -464,6 +491,8 @@ def _alone(lock: int, place: Path) -> Iterator[None]:
     except OSError as error:
         raise BadPath(f"can't lock {place}: {error.strerror or error}. Take a folder on another file system.") from None
     try:
+        for name in ("manifest.json", "frame.parquet", "frame.csv"):
+            clear(place / name)
         yield
     finally:
         fcntl.lockf(lock, fcntl.LOCK_UN, 1, 0)
@@ -481,4 +510,4 @@ def _take(lock: int, at: int, place: Path, job: Job) -> None:
         raise BadRun(
             f"{place}: another process is at work on {job.what}. Wait for it, or give each process a shard of its own."
         ) from None
-    (place / job.file).with_name(f"{job.file.name}.part").unlink(missing_ok=True)
+    clear(place / job.file)

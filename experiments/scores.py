@@ -27,7 +27,7 @@ from experiments.prompts import Prompt, Prompts
 from experiments.study import Reading, chosen_blocks, passes, report
 from hooks import HookedModel
 from probe import Dims, Tokenizer
-from probe.errors import BadText
+from probe.errors import BadText, check_seed
 from probe.heads import split_scores
 from probe.numerics import query_chunks
 from probe.sites import Site
@@ -165,6 +165,7 @@ def repeated(
         raise BadText(f"{n} lists of {length} different words each can't be drawn from {len(ids)}.")
     one = next(iter(ids))
     front = [i for i, (a, b) in zip(tokenizer.encode(one), tokenizer.spans(one), strict=True) if a == b]
+    check_seed(seed)
     rng = random.Random(seed)
     rows = []
     for i in range(n):

@@ -22,9 +22,12 @@ TOML file.
 from __future__ import annotations
 
 import inspect
+import math
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
@@ -38,10 +41,14 @@ from experiments.prompts import Prompts
 from experiments.studies import STUDIES
 from hooks import HookedModel
 from probe.errors import ProbeError, asking, nearest
-from probe.headers import expanded
+from probe.files import read_bytes
+from probe.headers import MOST, brief, expanded, told
 
 SHIPPED = Path(__file__).parent / "specs"
 """Specs for the tiny model; `read` takes their names."""
+
+MOST_UNITS = 100_000
+"""The most units of a run: each is a file, and is planned before the first begins."""
 
 _TABLES = ("study", "model", "grid")
 _GIVEN_BY_THE_RUN = ("model", "name", "first", "names")
@@ -98,11 +105,13 @@ def read(spec: str | Path) -> Spec:
             )
         path = SHIPPED / f"{spec}.toml"
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        given = tomllib.loads(read_bytes(path, MOST).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadSpec(f"{path}: can't be read ({getattr(error, 'strerror', None) or error}).") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a TOMLDecodeError; a number of more digits than Python reads
         raise BadSpec(f"{path}: not TOML: {error}.") from None
+    except RecursionError:
+        raise BadSpec(f"{path}: not TOML: it is nested too deeply.") from None
     with asking(str(path)):
         return parse(given, path.stem, path.parent)
 
@@ -114,9 +123,10 @@ def shipped() -> list[str]:
 
 def parse(given: Mapping[str, Any], name: str = "run", folder: str | Path = ".") -> Spec:
     """The spec that a table describes; see `read`."""
+    _check_numbers(given)
     study = given.get("study")
     if not isinstance(study, str) or study not in STUDIES:
-        raise BadSpec(f"study is {study!r}; it should be a study's name.{_hint(str(study), STUDIES)}")
+        raise BadSpec(f"study is {brief(study)}; it should be a study's name.{_hint(str(study), STUDIES)}")
     model, grid = ({} if (table := given.get(key)) is None else _table(key, table) for key in ("model", "grid"))
     fixed = {key: value for key, value in given.items() if key not in _TABLES}
     fixed |= {f"model.{key}": value for key, value in model.items()}
@@ -127,17 +137,28 @@ def parse(given: Mapping[str, Any], name: str = "run", folder: str | Path = ".")
     checked = {key: _checked(kinds, study, key, value) for key, value in fixed.items()}
     axes = {key: [_checked(kinds, study, key, value) for value in values] for key, values in lists.items()}
     for key, values in axes.items():
-        if again := [value for i, value in enumerate(values) if value in values[:i]]:
-            raise BadSpec(f"grid: {key} has {again[0]!r} twice; every unit is run once.")
+        again, times = Counter(map(repr, values)).most_common(1)[0]
+        if times > 1:
+            raise BadSpec(f"grid: {key} has {told(again)} twice; every unit is run once.")
+    if (count := math.prod(map(len, axes.values()))) > MOST_UNITS:
+        raise BadSpec(f"grid: it makes {count:,} units, and a run takes up to {MOST_UNITS:,}; make it several.")
     units = [_unit(study, checked, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
-    order = list(dict.fromkeys(repr(unit.model) for unit in units))
-    units.sort(key=lambda unit: order.index(repr(unit.model)))
+    order: dict[str, int] = {}
+    units.sort(key=lambda unit: order.setdefault(repr(unit.model), len(order)))
     return Spec(name, expanded(folder), study, tuple(units))
+
+
+def _check_numbers(value: Any) -> None:
+    """Refuse whole numbers of more than TOML's 64 bits, which nothing takes and Python may not print."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise BadSpec("it has a whole number of more than 64 bits.")
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _check_numbers(inner)
 
 
 def _table(key: str, table: Any) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
-        raise BadSpec(f"{key} is {table!r}; it should be a table, [{key}].")
+        raise BadSpec(f"{key} is {brief(table)}; it should be a table, [{key}].")
     return table
 
 
@@ -147,7 +168,7 @@ def _lists(grid: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
         if key == "model":
             yield from ((f"model.{inner}", values) for inner, values in _lists(_table("grid.model", values)))
         elif not isinstance(values, list) or not values:
-            raise BadSpec(f"grid: {key} is {values!r}; it should be a list of the values that it takes in turn.")
+            raise BadSpec(f"grid: {key} is {brief(values)}; it should be a list of the values that it takes in turn.")
         else:
             yield key, values
 
@@ -172,19 +193,24 @@ def _short(value: Any) -> str:
 # ---- what may be given, out of signatures ----------------------------------------------------------------------------
 
 
+@cache
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     found = inspect.signature(function).parameters
     return {key: parameter for key, parameter in found.items() if key not in _GIVEN_BY_THE_RUN}
 
 
-def _kinds(study: str) -> dict[str, Any]:
-    """Every key that may be given → its type as TOML can say it; None: TOML can't."""
+def _kinds(study: str) -> dict[str, TypeAdapter[Any] | None]:
+    """Every key that may be given → what checks a value as TOML can say it; None: TOML can't."""
     functions: dict[str, Callable[..., Any]] = {"": STUDIES[study].run, "model.": HookedModel.load}
     return {
-        prefix + key: _in_toml(get_type_hints(function)[key])
+        prefix + key: None if (kind := _in_toml(get_type_hints(function)[key])) is None else _adapter(kind)
         for prefix, function in functions.items()
         for key in _parameters(function)
     }
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 _SAID_AS: dict[Any, Any] = {
@@ -221,14 +247,14 @@ def that_take(kind: type, function: Callable[..., Any]) -> set[str]:
     return {key for key, hint in hints.items() if key != "return" and kind in (hint, *get_args(hint))}
 
 
-def _checked(kinds: Mapping[str, Any], study: str, key: str, value: Any) -> Any:
+def _checked(kinds: Mapping[str, TypeAdapter[Any] | None], study: str, key: str, value: Any) -> Any:
     """A value as its argument takes it."""
     if key not in kinds:
         keys = [*kinds, *_TABLES]
-        raise BadSpec(f"{key} is no key of a spec for {study}.{_hint(key, keys)}")
-    if kinds[key] is None:
+        raise BadSpec(f"{told(key)} is no key of a spec for {study}.{_hint(key, keys)}")
+    kind = kinds[key]
+    if kind is None:
         raise BadSpec(f"{key} can't be said in TOML; call experiments.studies.STUDIES[{study!r}].run from Python.")
-    kind: TypeAdapter[Any] = TypeAdapter(kinds[key], config=ConfigDict(strict=True))
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -236,7 +262,7 @@ def _checked(kinds: Mapping[str, Any], study: str, key: str, value: Any) -> Any:
             return kind.validate_python([value])
         except ValidationError:
             why = error.errors()[0]["msg"]
-            raise BadSpec(f"{key} is {value!r}: {why[:1].lower()}{why[1:]}.") from None
+            raise BadSpec(f"{key} is {brief(value)}: {why[:1].lower()}{why[1:]}.") from None
 
 
 def _hint(spelling: str, known: Iterable[str]) -> str:

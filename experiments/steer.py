@@ -32,7 +32,7 @@ from experiments.patch import usual
 from experiments.probes import Direction
 from experiments.probes import direction as of_probe
 from experiments.prompts import Prompts
-from experiments.study import common, direction_name, other_options
+from experiments.study import check_drawn, common, direction_name, other_options
 from experiments.vectors import Place, find_places, read, readable
 from hooks import Edit, HookedModel, add
 from hooks.apply import bound
@@ -113,6 +113,7 @@ def steer(
         BadEdit: a tensor, a place or a direction that can't be steered so; ``steps`` and a metric that sees none.
         BadMetric, BadText, BadProbe, BadSample: what the prompts give no ground for.
     """
+    check_drawn(seed, random_directions=random_directions)
     model = model.reaching(beyond)
     target = _Target.of(model, prompts, direction, tensor, block, h, e, at, when)
     asked = _Steering.of(model, prompts, target, direction, doses, random_directions, learn, neutral, metrics, seed)
@@ -157,6 +158,7 @@ def outlook(
     **_: Any,
 ) -> Mapping[str, float]:
     """What `steer` would take, but for what is decoded; see `experiments.measure.cost`."""
+    check_drawn(random_directions=random_directions)
     model = model.reaching(beyond)
     target = _Target.of(model, prompts, direction, tensor, block, h, e, at, when)
     asked = _Steering.of(model, prompts, target, direction, doses, random_directions, learn, neutral, metrics, 0)

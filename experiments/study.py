@@ -21,14 +21,29 @@ from tqdm import tqdm
 
 from experiments import stats
 from experiments.fingerprint import BY_STAT, fingerprint
-from experiments.frames import BadPath, frame
+from experiments.frames import frame
 from experiments.prompts import Prompts
 from hooks import HookedModel, estimate
 from probe.card import Leaf, Step, letters
-from probe.errors import OutOfRange, UnknownTensor
+from probe.errors import BadPath, OutOfRange, UnknownTensor, check_number, check_seed
 from probe.headers import expanded
 from probe.sites import Site
 from probe.text import Batch
+
+MOST_DRAWN = 100_000
+"""The most draws, steps, random sets or directions that a study takes: each is a run, or many."""
+
+
+def check_drawn(seed: int = 0, **counts: int) -> None:
+    """Refuse a seed that is none, and counts of what is drawn beyond all use, before anything is made of them.
+
+    Raises:
+        OutOfRange: it is one.
+    """
+    check_seed(seed)
+    for what, count in counts.items():
+        if count > MOST_DRAWN:  # too few, each study refuses in its own words
+            check_number(what, count, 0, MOST_DRAWN)
 
 
 def chosen_blocks(model: HookedModel, blocks: Sequence[int] | None) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.effects import changed, full, keys, layout, place_name, told, where
 from experiments.options import Kind
+from experiments.plain import shown
 from probe import KIMI_K2, Dims, account, around, card
 from probe.card import Card, Leaf, Step, plain
 from probe.params import Part, Tally
@@ -40,13 +41,13 @@ class Table:
         print()
 
     def __str__(self) -> str:
-        cells = [list(self.header), *map(list, self.rows)]
+        cells = [list(self.header), *([_cell(cell) for cell in row] for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
         sides = [str.rjust if name in self.right else str.ljust for name in self.header]
         lines = [
             "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in cells
         ]
-        return "\n".join([self.title, *(line.rstrip() for line in lines), *self.notes])
+        return "\n".join([shown(self.title), *(line.rstrip() for line in lines), *map(shown, self.notes)])
 
     def _rich(self) -> None:
         from rich import box
@@ -54,15 +55,19 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, title=Text(self.title), title_justify="left", pad_edge=False)
+        table = RichTable(box=box.SIMPLE_HEAD, title=Text(shown(self.title)), title_justify="left", pad_edge=False)
         for i, name in enumerate(self.header):
             table.add_column(name, justify="right" if name in self.right else "left", overflow="fold", no_wrap=i < 2)
         for row in self.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(_cell(cell)) for cell in row))
         console = Console(highlight=False)
         console.print(table)
         for note in self.notes:
-            console.print(Text(note))
+            console.print(Text(shown(note)))
+
+
+def _cell(text: str) -> str:
+    return shown(text).replace("\n", "⏎")
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Whatever is heavy is imported inside the functions, so that ``--help`` answers a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from experiments.options import By, Direction, Dtype, Keeping
+from experiments.plain import shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,12 +124,12 @@ def opened(directory: Path | None, keep: Keeping, dtype: Dtype | None, beyond: b
     if directory is None:
         torch.set_num_threads(1)  # the tiny model's products are so small that threads would only wait for each other
         return HookedModel.load(TINY, torch_dtype(dtype), keep=keep).reaching(beyond), TINY.name
-    typer.echo(f"{memory(directory, torch_dtype(dtype))}\n")
+    typer.echo(shown(f"{memory(directory, torch_dtype(dtype))}\n"))
     hooked = HookedModel.load(directory, torch_dtype(dtype), keep=keep)
     for note in hooked.notes:
-        typer.echo(f"note: {note}")
+        typer.echo(shown(f"note: {note}"))
     if hooked.tokenizer is not None:
-        typer.echo(f"note: {hooked.tokenizer.start}")
+        typer.echo(shown(f"note: {hooked.tokenizer.start}"))
     return hooked.reaching(beyond), directory.resolve().name
 
 
@@ -194,7 +196,7 @@ def _own_choices(model: HookedModel, prompt: str, corrupt: str | None = None) ->
 
 def place_of(text: str | None) -> str | int | None:
     """A span's name, or a position."""
-    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+    return int(text) if text is not None and re.fullmatch("-?[0-9]{1,18}", text) else text
 
 
 def show(
@@ -227,7 +229,7 @@ def show(
     for table in tables(df) if averaged else ():
         table.print()
     for note in notes:
-        typer.echo(note)
+        typer.echo(shown(note))
     if place:
         drawn = pictures(df) if averaged else ()
         say_files([*files, *(save(ax, place / f"{label}.png") for label, ax in drawn)])
@@ -255,4 +257,4 @@ def say_cost(study: str, what: str, cost: Mapping[str, float], **more: Mapping[s
 
 def say_files(files: list[Path]) -> None:
     """What was written."""
-    typer.echo("wrote " + ", ".join(map(str, files)))
+    typer.echo(shown("wrote " + ", ".join(map(str, files))))

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from probe.errors import BadCheckpoint, asking, nearest
-from probe.headers import brief, expanded, read_json, told
+from probe.headers import brief, expanded, open_header, read_json, read_stored, told
 
 _PARTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 
@@ -101,9 +99,10 @@ class Dictionary:
         """
         path = expanded(path)
         try:
-            tensors = load(Path(path).read_bytes())  # and not mapped: what is written into the file later is not ours
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{path}: not a readable safetensors file ({error}).") from None
+            tensors = {name: read_stored(stored) for name, stored in open_header(path)[0].items()}
+        except (OSError, ValueError, KeyError) as error:  # KeyError: a dtype that torch lacks
+            why = getattr(error, "strerror", None) or error
+            raise BadCheckpoint(f"{path}: not a readable safetensors file ({why}).") from None
         file = path.parent / "cfg.json"
         if file.exists():
             with asking(str(file)):

@@ -20,7 +20,7 @@ from hooks import draws
 from hooks.point import say_if_lost
 from hooks.where import FEATURE, Frozen, Index, Where, axis_of, shown, where_of
 from probe.card import Step
-from probe.errors import BadEdit, UnknownTensor
+from probe.errors import BadEdit, UnknownTensor, check_seed
 from probe.numerics import forbidden
 from probe.sites import Site, Sites
 
@@ -108,9 +108,9 @@ class Edit:
         return found
 
     def _site(self, sites: Sites) -> Site:
-        spelling = self.tensor if self.block is None else f"blocks.{self.block}.{self.tensor}"
         if self.block is not None:
             sites.card(self.block)
+        spelling = self.tensor if self.block is None else f"blocks.{self.block}.{self.tensor}"
         site, inverse = sites.find_any(spelling)
         if inverse and not isinstance(self.how, Resample | Patch | Freeze):  # those commute with the reciprocal
             raise BadEdit(f"{spelling} is an rms; here is its reciprocal, {site}. Name that.")
@@ -210,6 +210,9 @@ class Resample:
     seed: int
     replaces: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
     def new(self, value: Tensor, at: At) -> Tensor:
         if at.node.name in PER_SLOT:
             return at.random_slots(self.source, value, self.seed)
@@ -259,6 +262,9 @@ class Noise:
     seed: int
     replaces: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
     def new(self, value: Tensor, at: At) -> Tensor:
         drawn = draws.normal(at.bits(value, self.seed)).to(value.device)
         scale = self.std * at.spread(value) if self.relative else self.std
@@ -275,6 +281,9 @@ class Rounded:
     like: torch.dtype
     seed: int
     replaces: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     def new(self, value: Tensor, at: At) -> Tensor:
         step = draws.below(at.bits(value, self.seed), 3).to(value.device) - 1

@@ -14,7 +14,7 @@ from hooks.edits import ROTATED, SCORES, Edit, Freeze, Mean, Noise, Patch, Resam
 from hooks.recorder import Recorder
 from hooks.run import Run, base_for
 from hooks.where import Mask, Place, Rows, Span, Spans
-from probe.errors import BadEdit
+from probe.errors import BadEdit, check_seed
 from probe.sites import Site
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def generate(
     model.decoder.check_texts(keep, tokens.shape[1], positions, None, more=n - 1)  # the last new token is not read
     if when not in ("prompt", "steps", "both"):
         raise BadEdit(f"when={when!r} is not one of prompt, steps, both.")
+    check_seed(seed)
     if not use_cache and when != "both":
         raise BadEdit(f"use_cache=False has edits everywhere, as a full run does; it can't keep them to the {when}.")
     here = model.device

@@ -6,15 +6,14 @@ beside ``tokens``, ``keep``, ``positions``, ``segments`` and ``pos``; all else i
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,10 +23,11 @@ from hooks.where import Rows
 from probe.card import letters
 from probe.dims import Dims
 from probe.errors import BadCheckpoint, BadEdit, ProbeError
-from probe.headers import OpenFile, expanded, parsed
+from probe.files import replacing
+from probe.headers import TORCH, brief, expanded, open_header, parsed, read_stored
 from probe.sites import Site, Sites
 
-FORMAT = "k2-probe cache 1"
+FORMAT = "k2-probe cache 2"
 _TUPLES: dict[str, type] = {"Norms": Norms, "Top": Top}
 
 
@@ -46,7 +46,7 @@ def save(cache: Cache, path: str | Path) -> None:
     extra = {"tokens": cache.tokens, "pos": cache.pos}
     if rows is not None:
         extra |= {"keep": rows.keep, "positions": rows.ids, "segments": rows.segments}
-    once, aliases = _once({**tensors, **{name: value for name, value in extra.items() if value is not None}})
+    once, aliases, digests = _once({**tensors, **{name: value for name, value in extra.items() if value is not None}})
     header = {
         "dims": cache.dims.to_config(),
         "rows": None if rows is None else [rows.batch, rows.length],
@@ -56,14 +56,26 @@ def save(cache: Cache, path: str | Path) -> None:
         "reduced": kinds,
         "skipped": {str(site): why for site, why in cache.skipped.items()},
         "aliases": aliases,
+        "digests": digests,
     }
-    path = expanded(path)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        save_file(once, aside, metadata={"format": FORMAT, **{key: json.dumps(said) for key, said in header.items()}})
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    said = {"format": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
+    said["seal"] = seal(said, {name: (_SPELT[value.dtype], value.shape) for name, value in once.items()})
+    with replacing(expanded(path)) as file:
+        save_file(once, file.name, metadata=said)
+
+
+_SPELT = {dtype: spelt for spelt, dtype in TORCH.items()}
+
+
+def seal(said: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """A digest of all that a header says: its metadata, and the dtype and shape of each tensor."""
+    layout = sorted((name, dtype, list(shape)) for name, (dtype, shape) in tensors.items())
+    text = json.dumps([sorted(item for item in said.items() if item[0] != "seal"), layout])
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest(value: Tensor) -> str:
+    return blake2b(value.reshape(-1).view(torch.uint8).numpy().data, digest_size=32).hexdigest()
 
 
 def _lists(spans: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -81,21 +93,22 @@ def _flat(site: Site, made: Any) -> tuple[Any, dict[str, Tensor]]:
     raise BadEdit(f"{site} was reduced to {type(made).__name__}, which cannot be saved; reduce to tensors.")
 
 
-def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[str, str]]:
     """Each content once; the others as name → [the name it is under, its shape]: x_next of a block and x_n of the next,
-    a latent and its view by head."""
+    a latent and its view by head. And the digest of each content."""
     once: dict[str, Tensor] = {}
     aliases: dict[str, list[Any]] = {}
+    digests: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, value in tensors.items():
         whole = value.detach().cpu().contiguous()
-        digest = hashlib.blake2b(whole.reshape(-1).view(torch.uint8).numpy().data).digest()
+        digest = _digest(whole)
         found = first.setdefault((whole.dtype, whole.numel(), digest), name)
         if found == name:
-            once[name] = whole
+            once[name], digests[name] = whole, digest
         else:
             aliases[name] = [found, list(whole.shape)]
-    return once, aliases
+    return once, aliases, digests
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -107,52 +120,55 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.opened = OpenFile.at(path)
-            self.handle = _open(path)
-            self.opened.check(path)
-            said = self.handle.metadata() or {}
+            self.stored, said = open_header(path)
         except FileNotFoundError:
             raise BadCheckpoint(f"{path}: there is no such file.") from None
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{path}: not a readable safetensors file ({error}).") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise BadCheckpoint(f"{path}: not a readable safetensors file ({why}).") from None
         if said.get("format") != FORMAT:
-            raise BadCheckpoint(f"{path}: not a cache of this toolkit; its format is {said.get('format')!r}.")
+            raise BadCheckpoint(
+                f"{path}: not a cache of this toolkit; its format is {brief(said.get('format'))}, not {FORMAT!r}."
+            )
+        if said.get("seal") != seal(said, {name: (one.dtype, one.shape) for name, one in self.stored.items()}):
+            raise BadCheckpoint(f"{path}: its header is damaged (it is not the one that was written). {_ANEW}")
         try:
-            self.header = {key: parsed(value) for key, value in said.items() if key != "format"}
+            self.header = {key: parsed(value) for key, value in said.items() if key not in ("format", "seal")}
             self.aliases: dict[str, Any] = self.header["aliases"]
-        except (ValueError, KeyError) as error:
-            raise BadCheckpoint(f"{path}: its header is damaged ({error!r}).") from None
-        self.names = set(self.handle.keys()) | set(self.aliases)
+            self.digests: dict[str, str] = self.header["digests"]
+            assert all(math.prod(shape) == self.stored[name].elements for name, shape in self.aliases.values())
+            assert self.digests.keys() == self.stored.keys()
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BadCheckpoint(f"{path}: its header is damaged ({error!r:.200}).") from None
+        self.names = set(self.stored) | set(self.aliases)
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header alone."""
-        if name in self.aliases:
-            return list(self.aliases[name][1])
-        return list(self.handle.get_slice(name).get_shape())
+        return list(self.aliases[name][1] if name in self.aliases else self.stored[name].shape)
 
     def read(self, name: str) -> Tensor:
         """A tensor, copied: what others do to the file later does nothing to it. A file that has taken this one's place
         is another, and left alone.
 
         Raises:
-            BadCheckpoint: somebody has written into the file, or cut it, since it was opened.
+            BadCheckpoint: its bytes are not those that were saved, or somebody has written into the file, or cut it,
+                since it was opened.
         """
         if name in self.aliases:
             stored, shape = self.aliases[name]
             return self.read(stored).view(shape)
         try:
-            self.opened.check()  # first: of what is cut off, reading would be a crash
-            made: Tensor = self.handle.get_tensor(name).clone()
-            self.opened.check()
+            made = read_stored(self.stored[name])
         except OSError as error:
             raise BadCheckpoint(
                 f"{self.path}: {name} cannot be read ({error.strerror}): the file has changed since it was opened."
             ) from None
+        if _digest(made) != self.digests[name]:
+            raise BadCheckpoint(f"{self.path}: {name} is damaged: its bytes are not those that were saved. {_ANEW}")
         return made
 
 
-def _open(path: Path) -> Any:  # safetensors has no types
-    return safe_open(path, framework="pt")
+_ANEW = "Delete the file, and save the cache anew."
 
 
 class _Mapped(Mapping[Site, Any]):
@@ -188,7 +204,7 @@ def load(path: str | Path) -> Cache:
         return _cache_of(file)
     except BadCheckpoint:
         raise
-    except (ProbeError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ProbeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: its header is damaged ({error}).") from None
 
 

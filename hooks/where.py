@@ -20,6 +20,7 @@ from hooks import draws
 from probe.card import Leaf, Step, letters
 from probe.dims import DIMS, Dims
 from probe.errors import BadEdit, OutOfRange, UnknownDim, nearest
+from probe.headers import brief
 from probe.numerics import position_ids, text_starts
 
 Index = int | str | Sequence[int] | slice | Tensor
@@ -145,7 +146,7 @@ def indices(place: Numbers, size: int, what: str) -> list[int]:
         return chosen
     for i in place:
         if not -size <= i < size:
-            raise OutOfRange(f"{what} has {size}, so {-size} to {size - 1}: {i} does not exist.")
+            raise OutOfRange(f"{what} has {size}, so {-size} to {size - 1}: {brief(i)} does not exist.")
     return [i % size for i in place]
 
 
@@ -329,7 +330,7 @@ class Rows:
         return indices(place, self.nameable[b], f"{what} of row {b} (its real tokens)")
 
     def _span(self, b: int, name: str, what: str) -> list[int]:
-        match = re.fullmatch(r"(.*?)(?:\[(-?\d+)\])?", name)
+        match = re.fullmatch(r"(.*?)(?:\[(-?\d{1,18})\])?", name)
         assert match is not None
         spans = {} if self.spans is None else self.spans[b]
         if match[1] not in spans:

@@ -279,7 +279,10 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= _MOST_FLOAT  # type: ignore[arg-type]
 
 
-_MOST_SIZE, _MOST_FLOAT = 2**31, 1.7e308
+_MOST_SIZE, _MOST_FLOAT, _LEAST_FLOAT = 2**31, 1e30, 1e-30
+"""Of numbers that are not whole: what fp32, which they are used in, can still multiply."""
+
+_MOST_MSCALE = 1e3
 
 _MOST_BLOCKS, _MOST_EXPERTS = 4096, 2**18
 """Of blocks, and of experts in all of them: some ten times the largest model's. A config that says more is damaged, and
@@ -414,8 +417,8 @@ class _Reader:
 
     def _float(self, key: str) -> float:
         value = self._get(key)
-        if not _is_number(value) or not value > 0:
-            raise BadConfig(f"{key}: {brief(value)} should be a positive number.")
+        if not _is_number(value) or not value >= _LEAST_FLOAT:
+            raise BadConfig(f"{key}: {brief(value)} should be a positive number, from 1e-30 to 1e30.")
         return float(value)
 
     def _bool(self, key: str, default: bool) -> bool:
@@ -490,8 +493,13 @@ class _Reader:
             said = f"{rope.get('mscale')} with mscale_all_dim {all_dim}"
             raise BadConfig(f"{where}.mscale: {said}: the two references disagree on that.")
         for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-            if not numbers[key]:
-                raise BadConfig(f"{where}.{key}: 0 should be positive.")
+            if numbers[key] < _LEAST_FLOAT:
+                raise BadConfig(f"{where}.{key}: {numbers[key]:g} should be positive, and not below 1e-30.")
+        if max(mscale, all_dim) > _MOST_MSCALE:
+            raise BadConfig(f"{where}.mscale: {max(mscale, all_dim):g} is beyond all models; at most 1000 is believed.")
+        if not 1 <= numbers["original_max_position_embeddings"] < _MOST_SIZE:
+            said = f"{numbers['original_max_position_embeddings']:g}"
+            raise BadConfig(f"{where}.original_max_position_embeddings: {said} should be from 1 to 2**31.")
         original = int(numbers.pop("original_max_position_embeddings"))
         return {**numbers, "original": original}
 

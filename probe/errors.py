@@ -64,6 +64,10 @@ class BadCheckpoint(ProbeError, ValueError):
     """A checkpoint directory that cannot be read, by file and tensor."""
 
 
+class BadPath(ProbeError, OSError):
+    """A file that cannot be written or read."""
+
+
 class BadText(ProbeError, ValueError):
     """Text or tokens that the tokenizer or the model cannot take."""
 
@@ -97,8 +101,28 @@ def nearest(spelling: str, known: Iterable[str], n: int = 3) -> list[str]:
     by_fold: dict[str, list[str]] = {}
     for name in known:
         by_fold.setdefault(name.casefold(), []).append(name)
-    folds = difflib.get_close_matches(spelling.casefold(), by_fold, n=n, cutoff=0.5)
+    folds = difflib.get_close_matches(spelling[:200].casefold(), by_fold, n=n, cutoff=0.5)
     return [name for fold in folds for name in by_fold[fold]][:n]
+
+
+def check_number(what: str, value: int, low: int, high: int) -> None:
+    """Refuse what is no whole number of a range; nothing is clipped.
+
+    Raises:
+        OutOfRange: it isn't.
+    """
+    if type(value) is not int or not low <= value <= high:
+        short = f"{value!r:.40}" if type(value) is not int or abs(value) < 10**40 else "a number beyond that"
+        raise OutOfRange(f"{what}={short}: it is a whole number from {low} to {high:,}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not every generator takes, or that one takes for another's, as Python's does -1 for 1.
+
+    Raises:
+        OutOfRange: it is one.
+    """
+    check_number("seed", seed, 0, 2**63 - 1)
 
 
 @contextmanager

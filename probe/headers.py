@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import stat
 import weakref
 from codecs import BOM_UTF8
 from collections import Counter
@@ -28,7 +27,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from probe.errors import BadCheckpoint
+from probe.errors import BadCheckpoint, BadPath
+from probe.files import check_name, read_bytes, size_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -52,7 +52,15 @@ READ = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-"""Those of them that are ever read."""
+"""Those of them that a checkpoint's weights are read from."""
+
+TORCH = {
+    **READ,
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16},
+    **{"U32": torch.uint32, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64},
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Those that torch has; of caches and dictionaries each is read."""
 
 
 class Stamp(NamedTuple):
@@ -87,7 +95,7 @@ class OpenFile:
         Raises:
             OSError: it cannot be opened, or is no regular file.
         """
-        _size(path)
+        size_of(path)
         descriptor = os.open(path, os.O_RDONLY)
         made = cls(descriptor, Stamp.of(os.fstat(descriptor)))
         return _OPEN.setdefault(made.stamp, made)
@@ -161,8 +169,17 @@ def uncollected() -> Iterator[None]:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path as a user gives it: ``~`` is their home, as in a shell."""
-    return Path(os.path.expanduser(path))  # a Path's own raises where there is no such user
+    """A path as a user gives it: ``~`` is their home, as in a shell.
+
+    Raises:
+        BadPath: no file can be called so.
+    """
+    made = Path(os.path.expanduser(path))  # a Path's own raises where there is no such user
+    try:
+        check_name(made)
+    except OSError as error:
+        raise BadPath(f"{told(path)}: {error.strerror}.") from None
+    return made
 
 
 def told(name: object) -> str:
@@ -183,14 +200,10 @@ def read_json(path: Path) -> Any:
     """The JSON in a file; see `parsed`.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is longer than `MOST`, or as `parsed`.
+        OSError: it cannot be read, is no regular file, or is longer than `MOST`.
+        ValueError: as `parsed`.
     """
-    size = _size(path)
-    if size > MOST:
-        raise ValueError(f"{size:,} bytes are more than the {MOST:,} that are read")
-    with path.open("rb") as file:
-        return parsed(file.read(MOST))
+    return parsed(read_bytes(path, MOST))
 
 
 def parsed(raw: bytes | bytearray | str) -> Any:
@@ -213,14 +226,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"{told(next(key for key, n in counts.items() if n > 1))} is in it twice")
     return made
-
-
-def _size(path: Path) -> int:
-    """The size of a regular file: to open a pipe would wait for ever, and a device has no end."""
-    said = path.stat()
-    if not stat.S_ISREG(said.st_mode):
-        raise OSError(None, "it is no regular file")
-    return said.st_size
 
 
 def holds_weights(place: Path) -> bool:
@@ -323,13 +328,7 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
     """
     path = directory / told(file)
     try:
-        opened = OpenFile.at(directory / file)
-        size, length = opened.stamp.size, 0
-        if size >= 8:
-            length = int.from_bytes(_bytes(opened, 0, 8), "little")
-        if size < 8 or length > min(size - 8, MOST):
-            raise ValueError(_too_short(size, length))
-        return _checked(_header(_bytes(opened, 8, length)), file, 8 + length, opened)
+        return open_header(directory / file)[0]
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: the shard is missing. Fetch it, or the whole checkpoint anew.") from None
     except OSError as error:
@@ -341,6 +340,22 @@ def read_header(directory: Path, file: str) -> dict[str, Stored]:
         raise BadCheckpoint(f"{path}: not a readable safetensors file ({error.strerror}).") from None
     except (ValueError, RecursionError) as fault:
         raise BadCheckpoint(f"{path}: not a readable safetensors file: {fault}. Fetch it anew.") from None
+
+
+def open_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of one file, by name, and its metadata.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+        ValueError: its header or length is not what the format says.
+    """
+    opened = OpenFile.at(path)
+    size, length = opened.stamp.size, 0
+    if size >= 8:
+        length = int.from_bytes(_bytes(opened, 0, 8), "little")
+    if size < 8 or length > min(size - 8, MOST):
+        raise ValueError(_too_short(size, length))
+    return _checked(_header(_bytes(opened, 8, length)), path.name, 8 + length, opened)
 
 
 def _bytes(opened: OpenFile, start: int, count: int) -> bytearray:
@@ -364,8 +379,9 @@ def _too_short(size: int, length: int) -> str:
     return f"its header should have {length:,} bytes, and the file ends after {size - 8:,}"
 
 
-def _checked(header: Any, file: str, data: int, opened: OpenFile) -> dict[str, Stored]:
-    """The header's entries; their bytes fill the file from ``data`` to its end, without overlap or hole."""
+def _checked(header: Any, file: str, data: int, opened: OpenFile) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The header's entries, and its metadata; the entries' bytes fill the file from ``data`` to its end, without hole
+    or overlap."""
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     metadata = header.pop("__metadata__", {})
@@ -382,7 +398,7 @@ def _checked(header: Any, file: str, data: int, opened: OpenFile) -> dict[str, S
     if end != size:
         fault = "it is cut" if size < end else "there is more than its header says"
         raise ValueError(f"its tensors end at byte {end:,} and the file at {size:,}: {fault}")
-    return found
+    return found, metadata
 
 
 def _entry(name: str, said: Any, file: str, data: int, opened: OpenFile) -> Stored:
@@ -413,17 +429,29 @@ def read_tensor(directory: Path, name: str, stored: Stored) -> Tensor:
     Raises:
         BadCheckpoint: the file is not the one whose header was read any more, or cannot be read.
     """
-    made = torch.empty(stored.shape, dtype=READ[stored.dtype])
-    path, opened = directory / stored.file, stored.opened
+    path = directory / stored.file
     try:
-        opened.check(path)
-        opened.read(made.view(-1).view(torch.uint8).numpy().data, stored.start)
-        opened.check(path)
+        stored.opened.check(path)
+        made = read_stored(stored)
+        stored.opened.check(path)
     except OSError as error:
         raise BadCheckpoint(
             f"{path}: {told(name)} cannot be read ({error.strerror}): the file has changed since it was opened."
             " Open the checkpoint anew."
         ) from None
+    return made
+
+
+def read_stored(stored: Stored) -> Tensor:
+    """One tensor's bytes, out of the file that was opened, whatever stands at its path by now.
+
+    Raises:
+        OSError: somebody has written into the file, or cut it, since.
+    """
+    made = torch.empty(stored.shape, dtype=TORCH[stored.dtype])
+    stored.opened.check()
+    stored.opened.read(made.view(-1).view(torch.uint8).numpy().data, stored.start)
+    stored.opened.check()
     return made
 
 

@@ -10,6 +10,7 @@ from probe.blocks import around, card
 from probe.card import Card, Leaf, Step
 from probe.dims import Dims
 from probe.errors import OutOfRange, UnknownTensor
+from probe.headers import brief
 
 
 class Site(NamedTuple):
@@ -69,7 +70,7 @@ class Sites:
         if block is None:
             return self.around
         if not 0 <= block < len(self.cards):
-            raise OutOfRange(f"block {block} does not exist: this model has blocks 0 to {len(self.cards) - 1}.")
+            raise OutOfRange(f"block {brief(block)} does not exist: this model has blocks 0 to {len(self.cards) - 1}.")
         return self.cards[block]
 
     def depth(self, site: Site) -> int:
@@ -112,7 +113,7 @@ class Sites:
         if isinstance(spelling, Site) and spelling.tensor in self.card(spelling.block).hooked:  # the usual way, at once
             return spelling, self.node(spelling), False
         spelling = str(spelling)
-        match = re.fullmatch(r"(?:blocks|(?:language_model\.)?model\.layers)\.(-?\d+)\.(.+)", spelling)
+        match = re.fullmatch(r"(?:blocks|(?:language_model\.)?model\.layers)\.(-?\d{1,18})\.(.+)", spelling)
         block = int(match[1]) if match else self.only
         inner = match[2] if match else re.sub(r"^(language_model\.)?model\.", "", spelling)
         node = self._node(self.card(block), inner, spelling, block)

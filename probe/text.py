@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,7 +17,7 @@ from torch import Tensor
 from probe import chat, labels, tiktoken
 from probe.chat import Chat
 from probe.errors import BadText, asking, warn_of_text
-from probe.headers import expanded, parsed, uncollected
+from probe.headers import expanded, parsed, told, uncollected
 
 _FILES = ("tiktoken.model", "tokenizer.json")
 """What holds a tokenizer, by falling trust: beside Kimi's own file, a ``tokenizer.json`` is a conversion, and the usual
@@ -79,7 +79,7 @@ class Tokenizer:
             self._keep(_from_ranks(file), "[UNK]")
         else:
             backend = _from_json(file)
-            with asking(str(file)):
+            with _told(f"{file}: not a readable tokenizer"), asking(str(file)):
                 _check_pieces(backend)
             self._keep(backend, "<unk>", "[UNK]")
             self._begin(file.parent / _CONFIG)
@@ -140,9 +140,11 @@ class Tokenizer:
 
     def _in_front(self) -> list[int]:
         """The ids that are put in front of a text; of any, so of the first word that can be encoded."""
-        for id in range(len(self)):
+        for id in range(min(len(self), 1000)):
             with suppress(BadText):
-                made = self._encoding(self._tokenizer.decode([id]))
+                with _told("it can't decode"):
+                    text = self._tokenizer.decode([id])
+                made = self._encoding(text)
                 empty = takewhile(lambda place: place[0] == place[1], made.offsets)
                 return [lead for lead, _ in zip(made.ids, empty, strict=False)]
         return []
@@ -208,16 +210,15 @@ class Tokenizer:
         kept = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = plain or self._as_text
         try:
-            made = self._tokenizer.encode(text, add_special_tokens=not plain)
-        except Exception as error:  # the library raises bare Exception
-            raise BadText(f"this tokenizer can't encode {text!r:.80} ({error}).") from None
+            with _told(f"this tokenizer can't encode {text!r:.80}"):
+                made = self._tokenizer.encode(text, add_special_tokens=not plain)
         finally:
             self._tokenizer.encode_special_tokens = kept
         if not any(a < b for a, b in made.offsets):
             raise BadText("the text is empty.")
         lost = [text[a:b] for i, (a, b) in zip(made.ids, made.offsets, strict=True) if i in self._unknown]
         if lost:
-            words = ", ".join(repr(word) for word in dict.fromkeys(lost))
+            words = ", ".join(f"{word!r:.80}" for word in [*dict.fromkeys(lost)][:10])
             raise BadText(f"this model's vocabulary lacks {words}; rephrase, or use another model.")
         return made
 
@@ -302,7 +303,8 @@ class Tokenizer:
         """
         for id in ids:
             self.token(id)  # the library leaves out what it does not know
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        with _told("this tokenizer can't decode these tokens"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
@@ -364,9 +366,20 @@ def _check_pieces(backend: _Tokenizer) -> None:
 
 def _from_json(file: Path) -> _Tokenizer:
     data = tiktoken.read(file, _MOST_BYTES)
-    try:
+    with _told(f"{file}: not a readable tokenizer"):
         with uncollected():
             parsed(data)  # of a key that is there twice the library takes the last
         return _Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises bare Exception
-        raise BadText(f"{file}: not a readable tokenizer ({error}).") from None
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What the library raises, in our words: bare exceptions, and where its Rust panics, one that is no `Exception`."""
+    try:
+        yield
+    except BadText:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadText(f"{what} ({told(error)}).") from None

@@ -14,7 +14,7 @@ from torch import Tensor
 from probe.card import Leaf
 from probe.dims import Dims
 from probe.engine import Weights
-from probe.errors import BadCheckpoint, Missing, OutOfRange
+from probe.errors import BadCheckpoint, Missing, OutOfRange, check_seed
 from probe.headers import Stamp
 from probe.leaves import FP32
 from probe.sites import Sites
@@ -229,6 +229,7 @@ def random_weights(
     gains, no bias) leaves rotation, routing and norms nearly inert, and hides mistakes. Drawn in fp32 on the CPU, so
     that a seed means the same numbers on every device.
     """
+    check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     return InMemory(
         dims,
@@ -270,6 +271,7 @@ class Drawn:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        check_seed(seed)
         self.dims, self.seed, self.dtype, self.device = dims, seed, dtype, device
         self._leaves = {(block, leaf.name): leaf for block, leaf in weight_sites(dims)}
 

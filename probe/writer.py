@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from probe.config import Layout, layout, wrapper
 from probe.dims import Dims
 from probe.engine import Weights
 from probe.errors import BadCheckpoint, BadConfig, ShapeMismatch, asking
+from probe.files import together
 from probe.forms import PLAIN, Form
 from probe.headers import INDEX, READ, SINGLE, expanded
 from probe.leaves import FP32
@@ -164,18 +164,23 @@ def save(
     modules = _modules(weights.dims, form, dtype, layout(full))
     parts = _cut(modules, shards, weights.dims.blocks)
     directory = expanded(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(weights, modules)
     weight_map: dict[str, str] = {}
-    with _replacing(directory) as temporary:
+    with together() as write:
         for i, kept in enumerate(parts):
-            file = f"model-{i + 1}-of-{len(parts)}.safetensors" if len(parts) > 1 else SINGLE
-            _write(temporary(file), kept, islice(tensors, len(kept)))
-            weight_map.update(dict.fromkeys(kept, file))
+            name = f"model-{i + 1}-of-{len(parts)}.safetensors" if len(parts) > 1 else SINGLE
+            with write(directory / name) as file:
+                _write(file, kept, islice(tensors, len(kept)))
+            weight_map.update(dict.fromkeys(kept, name))
         if len(parts) > 1:
             index = {"metadata": {"total_size": sum(map(_bytes, parts))}, "weight_map": weight_map}
-            temporary(INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        temporary("config.json").write_text(said, encoding="utf-8")
+            with write(directory / INDEX) as file:
+                file.write((json.dumps(index, indent=1) + "\n").encode())
+        with write(directory / "config.json") as file:
+            file.write(said.encode())
+    for old in (SINGLE, INDEX, *(path.name for path in directory.glob("model-*-of-*.safetensors"))):
+        if old not in weight_map.values() and not (old == INDEX and len(parts) > 1):
+            (directory / old).unlink(missing_ok=True)
 
 
 def _check(dims: Dims, form: str, dtype: torch.dtype) -> None:
@@ -277,15 +282,14 @@ def _read(weights: Weights, block: int | None, leaf: Leaf, expert: int | None) -
     return read if read.ndim == 1 or leaf.name == "W_E" else read.T
 
 
-def _write(path: Path, kept: _Kept, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write(file: BinaryIO, kept: _Kept, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """One safetensors file; each tensor goes to its place as it comes."""
     header, starts = _header(kept)
-    with path.open("wb") as file:
-        file.write(header)
-        for name, tensor in tensors:
-            file.seek(len(header) + starts[name])
-            file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is made
+    file.write(header)
+    for name, tensor in tensors:
+        file.seek(len(header) + starts[name])
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        del tensor  # before the next one is made
 
 
 def _header(kept: _Kept) -> tuple[bytes, dict[str, int]]:
@@ -309,24 +313,3 @@ def _header(kept: _Kept) -> tuple[bytes, dict[str, int]]:
 
 def _bytes(kept: _Kept) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in kept.values())
-
-
-@contextmanager
-def _replacing(directory: Path) -> Iterator[Callable[[str], Path]]:
-    """Gives temporary paths for names; in the end they get these, and what a checkpoint had here before is gone."""
-    made: dict[str, Path] = {}
-
-    def temporary(name: str) -> Path:
-        made[name] = directory / f".{name}.partial"
-        return made[name]
-
-    try:
-        yield temporary
-        for name, path in made.items():
-            path.replace(directory / name)
-        for old in (directory / SINGLE, directory / INDEX, *directory.glob("model-*-of-*.safetensors")):
-            if old.name not in made:
-                old.unlink(missing_ok=True)
-    finally:
-        for path in made.values():
-            path.unlink(missing_ok=True)

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooks import Cache, Dictionary, HookedModel, Site, estimate, patch, reduce, resample, zero
+from hooks.stored import seal
 from probe import TINY, ProbeError, numerics
 from probe.errors import BadCheckpoint, BadEdit, OutOfRange, ShapeMismatch, TooLarge, UnknownTensor
+from probe.headers import open_header
 from tests.hooks.small import (
     DIMS,
     LENGTHS,
@@ -615,7 +617,8 @@ def _edit_header(path, **changes: Any) -> None:
         said = json.loads(header[key])
         change(said)
         header[key] = json.dumps(said)
-    save_file(tensors, path, metadata=header)
+    entries = {name: (stored.dtype, stored.shape) for name, stored in open_header(path)[0].items()}
+    save_file(tensors, path, metadata={**header, "seal": seal(header, entries)})
 
 
 @pytest.mark.parametrize(
