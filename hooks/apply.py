@@ -206,6 +206,8 @@ class At:
                 raise BadEdit(f"{self.edit}: {name} belongs to its position; its mean is by position.")
             if self._by_position(how.over):
                 self._check_reference(how.source.rows)
+        if isinstance(how, Noise) and how.relative and not self.is_weight and self.rows.past is None:
+            self._check_spread()
         if isinstance(how, KnockOut):
             self._check_keys_left(self.real(self.blank) & ~self.real(self.blank, self.where))
         excludes = isinstance(how, Set) and name == "choice_score" and bool((how.to.tensor == float("-inf")).all())
@@ -766,26 +768,38 @@ class At:
         return self.rows.texts if self.narrow is None else self.rows.texts.gather(1, self.narrow)
 
     def spread(self, value: Tensor) -> Tensor:
-        """Each row's own standard deviation, over its prompt's tokens and visible keys; [B 1 …] (of a weight, over all
-        of it).
-
-        Raises:
-            BadEdit: a row has a single number there.
-        """
+        """Each text's own standard deviation, over its prompt's tokens and visible keys, at each of its positions; of a
+        weight, over all of it."""
         if self.is_weight:
             return value.float().std()
+        axis = 2 if self.node.name in SCORES else 1
         if self.rows.past is not None and self.measured is not None:
-            return self.measured
-        if self.rows.segments is not None:
-            raise BadEdit(f"{self.edit}: a spread is a prompt's, and these rows pack several; say std= itself.")
-        mask = self.real(value, dict.fromkeys("TS", WHOLE)).expand(value.shape).flatten(1)
-        numbers = torch.where(mask, value.float().flatten(1), 0.0)
-        n = mask.sum(-1, keepdim=True)
-        if bool((n[self.among] < 2).any()):
-            raise BadEdit(f"{self.edit}: a row has a single number there, which has no spread; say std= itself.")
-        squares = torch.where(mask, numbers - numbers.sum(-1, keepdim=True) / n, 0.0) ** 2
-        self.measured = (squares.sum(-1, keepdim=True) / (n - 1)).sqrt().view(-1, *[1] * (value.ndim - 1))
+            return self.measured.narrow(axis, self.measured.shape[axis] - 1, 1)
+        mask = self.real(value, dict.fromkeys("TS", WHOLE)).expand(value.shape).movedim(axis, 1).flatten(2)
+        numbers = torch.where(mask, value.float().movedim(axis, 1).flatten(2), 0.0)
+        n = self._of_text(mask.sum(-1))
+        means = self._of_text(numbers.sum(-1)) / n
+        squares = torch.where(mask, numbers - means[..., None], 0.0) ** 2
+        self.measured = along((self._of_text(squares.sum(-1)) / (n - 1)).sqrt(), axis, value.ndim)
         return self.measured
+
+    def _of_text(self, each: Tensor) -> Tensor:
+        """[B T], numbers of positions → the sum over its text, at each position."""
+        starts = torch.zeros(each.shape, dtype=torch.long) if self.rows.starts is None else self.rows.starts
+        starts = starts.to(each.device)
+        return torch.zeros_like(each).scatter_add(1, starts, each).gather(1, starts)
+
+    def _check_spread(self) -> None:
+        """A spread is of two numbers or more."""
+        places = self.rows.mask(WHOLE, f"{self.node.name}: T", self.among)
+        each = self.blank.shape[1] if self.node.name in SCORES else self.blank[0, 0].numel()
+        alone = (self._of_text(places.long()) == 1) & places
+        if each == 1 and bool(alone.any()):
+            b, t = (int(x) for x in alone.nonzero()[0])
+            raise BadEdit(
+                f"{self.edit}: position {t - self.rows.first[b]} of row {b} is a text of one token, where"
+                f" {self.node.name} has one number, and so no spread; give std= itself, or leave the row out (B=)."
+            )
 
     def fitting(self, given: Tensor, value: Tensor, what: str) -> Tensor:
         """What the user gave, if it broadcasts over the value; in its dtype and on its device."""
