@@ -202,7 +202,9 @@ def _tried(kind: Kind) -> dict[str, _Made]:
         dtype = {"act": kind.act, "fp32": torch.float32, "int64": torch.int64}
         kinds = torch.int64 if name == "tokens" else dtype[node.dtype]
         sizes = [ROWS if axis in "TS" else 1 if axis in "B1" else dims.size(axis) for axis in node.shape]
-        return torch.empty(sizes, dtype=kinds, device="meta")
+        return torch.zeros(
+            sizes, dtype=kinds, device="meta"
+        )  # a stand-in for a device may hold numbers: ids must be some
 
     def take(name: str, value: Tensor, peak: float) -> None:
         storage = value.untyped_storage()
