@@ -63,7 +63,7 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made if made.name in ("capital", "continent") else made.subset(range(4))
 
     monkeypatch.setattr(Prompts, "load", functools.cache(few))
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: Path(path).touch())
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: file.write(b"drawn"))
     yield
     plt.close("all")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from experiments import runs, spec
 from experiments.metrics import BadMetric
+from experiments.probes import DRAWS
 from experiments.prompts import Prompts
 from experiments.runs import plan, run
 from experiments.spec import Spec, parse, read, shipped
@@ -276,7 +277,7 @@ def test_texts_beyond_the_models_positions_are_refused_or_recorded(study: str) -
     weights = tiny.decoder.weights
     assert isinstance(weights, InMemory)
     short = HookedModel(InMemory(replace(tiny.dims, max_positions=SHORT), weights.tensors), tiny.tokenizer)
-    given |= {"second": short} if "second" in given else {"controls": ()} if "controls" in given else {}
+    given |= {"second": short} if "second" in given else {"controls": (), "draws": DRAWS} if "controls" in given else {}
     outlook = STUDIES[study].plan
     assert outlook is not None
     for ask in (STUDIES[study].run, functools.partial(outlook, timed=False)):
