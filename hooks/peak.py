@@ -102,6 +102,8 @@ class Load(NamedTuple):
 def peak(kind: Kind, load: Load) -> int:
     """The most bytes that are alive at one time in a part."""
     spent, names = _spent(kind), [row.name for row in kind.todo.steps]
+    if not names:  # where the last thing looked at is what enters a block, nothing is made of it
+        return int(HEAP * load.fixed)
     alive = spent.cells @ load.rows + load.fixed + load.worlds * load.length * LAYOUT
     making, entering, of_roots = (np.zeros_like(alive) for _ in range(3))
     if len(set(load.rows)) > 1:
