@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.asking import LOGITS, Ask
+from experiments.effects import full
 from experiments.finite import telling
 from experiments.frames import frame
 from experiments.metrics import METRICS, BadMetric, Metric, choose
@@ -297,6 +298,7 @@ def direct(
         same["within"] = direction_name(direction)
     df = report(model, prompts, readings, study="direct", per_prompt=per_prompt, name=name, **same)
     each = df["example"] if per_prompt else pd.Series(0, df.index)
+    df = full(df)
     df = frame(df.assign(completeness_gap=df["base"] - df["value"].groupby(each).transform("sum")), study="direct")
     df.attrs["rounding"] = float((sum(share for _, share in parts) - whole).abs().max())
     return df

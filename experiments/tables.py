@@ -338,7 +338,7 @@ def direct_table(df: pd.DataFrame, most: int = 20) -> Table:
     whole, rest, base = df.iloc[0].to_dict(), df["value"].drop(top.index), df["base"].astype(float).iloc[0]
     title = f"What adds up to {short(base) or 'no number'}, the {_with_unit(whole)}: {_of(df)}"
     notes = [f"the other {len(rest)} together: {short(float(rest.sum()))}"] if len(rest) else []
-    notes.append(f"left by rounding: {short(float(whole['base'] - df['value'].sum()), signed=True)}")
+    notes.append(f"left by rounding: {short(float(base - df['value'].sum()), signed=True) or '–'}")
     notes += ["from, to: 95 % interval"] if len(numbers) > 1 else []
     return Table(title, header, list(zip(*words, *numbers, strict=True)), frozenset(header[2:]), notes)
 
